@@ -1,0 +1,41 @@
+// Element types of tensors.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+namespace treemla {
+
+enum class DType : int {
+  kF32 = 0,
+  kF16 = 1,     // IEEE binary16
+  kBF16 = 2,    // the upper half of an F32
+  kF8E4M3 = 3,  // OCP e4m3 "fn": no infinity, 0x7F and 0xFF are NaN, largest value 448; cache only
+};
+
+// Width of the entries of a page table.
+enum class IndexType : int { kI32 = 0, kI64 = 1 };
+
+// Where the memory behind the pointers of a problem lives.
+enum class Memory : int { kHost = 0, kDevice = 1 };
+
+constexpr std::size_t dtype_bytes(DType t) {
+  return t == DType::kF32 ? 4 : t == DType::kF8E4M3 ? 1 : 2;
+}
+
+// "fp32", "fp16", "bf16", "e4m3".
+constexpr std::string_view dtype_name(DType t) {
+  switch (t) {
+    case DType::kF32: return "fp32";
+    case DType::kF16: return "fp16";
+    case DType::kBF16: return "bf16";
+    case DType::kF8E4M3: return "e4m3";
+  }
+  return "?";
+}
+
+// The inverse of dtype_name. Throws Error(kInvalidArgument) for any other text.
+DType parse_dtype(std::string_view name);
+
+}  // namespace treemla

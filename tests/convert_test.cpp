@@ -1,0 +1,175 @@
+// Scalar conversions, exhaustively: every pattern is widened, and around every pair of neighbours of a narrow
+// type the tie and the float32 numbers next to it are narrowed.
+
+#include "core/convert.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace treemla {
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+// The value of a pattern, straight from the definition of the format; NaN and infinity are the caller's.
+double decode(uint32_t x, int exponent_bits, int mantissa_bits, int bias) {
+  const uint32_t man = x & ((1u << mantissa_bits) - 1),
+                 exp = (x >> mantissa_bits) & ((1u << exponent_bits) - 1);
+  const double value =
+      exp == 0 ? std::ldexp(man, 1 - bias - mantissa_bits)
+               : std::ldexp(man + (1u << mantissa_bits), static_cast<int>(exp) - bias - mantissa_bits);
+  return (x >> (exponent_bits + mantissa_bits)) & 1 ? -value : value;
+}
+
+// A narrow format with its conversions. Positive patterns 0 .. largest are finite and ordered by value.
+struct Format {
+  const char* name;
+  float (*widen)(uint32_t);
+  uint32_t (*narrow)(float);
+  int exponent_bits, mantissa_bits, bias;
+  uint32_t largest;
+  uint32_t sign;
+  friend void PrintTo(const Format& f, std::ostream* os) { *os << f.name; }
+};
+const Format kFormats[] = {
+    {"bf16", [](uint32_t x) { return bf16_to_float(static_cast<uint16_t>(x)); },
+     [](float x) -> uint32_t { return float_to_bf16(x); }, 8, 7, 127, 0x7F7F, 0x8000},
+    {"fp16", [](uint32_t x) { return f16_to_float(static_cast<uint16_t>(x)); },
+     [](float x) -> uint32_t { return float_to_f16(x); }, 5, 10, 15, 0x7BFF, 0x8000},
+    {"e4m3", [](uint32_t x) { return e4m3_to_float(static_cast<uint8_t>(x)); },
+     [](float x) -> uint32_t { return float_to_e4m3(x); }, 4, 3, 7, 0x7E, 0x80},
+};
+
+class EveryFormat : public testing::TestWithParam<Format> {};
+INSTANTIATE_TEST_SUITE_P(Convert, EveryFormat, testing::ValuesIn(kFormats),
+                         [](const auto& param_info) { return std::string(param_info.param.name); });
+
+TEST_P(EveryFormat, WidensEveryFinitePatternExactly) {
+  const Format& f = GetParam();
+  for (uint32_t x = 0; x <= f.largest; ++x) {
+    for (uint32_t p : {x, x | f.sign}) {
+      const float got = f.widen(p);
+      const double want = decode(p, f.exponent_bits, f.mantissa_bits, f.bias);
+      ASSERT_EQ(got, want) << std::hex << p;
+      ASSERT_EQ(std::signbit(got), p != x) << std::hex << p;
+    }
+  }
+}
+
+TEST_P(EveryFormat, NarrowingInvertsWidening) {
+  const Format& f = GetParam();
+  for (uint32_t x = 0; x <= f.largest; ++x) {
+    ASSERT_EQ(f.narrow(f.widen(x)), x) << std::hex << x;
+    ASSERT_EQ(f.narrow(f.widen(x | f.sign)), x | f.sign) << std::hex << x;
+  }
+}
+
+TEST_P(EveryFormat, RoundsToNearestTiesToEven) {
+  const Format& f = GetParam();
+  for (uint32_t x = 0; x < f.largest; ++x) {
+    const float low = f.widen(x), high = f.widen(x + 1);
+    const auto tie = static_cast<float>((static_cast<double>(low) + high) / 2);  // exact: one more bit
+    const uint32_t even = x % 2 == 0 ? x : x + 1;
+    for (float sign : {1.0f, -1.0f}) {
+      const uint32_t s = sign < 0 ? f.sign : 0;
+      ASSERT_EQ(f.narrow(sign * tie), s | even) << "tie above " << std::hex << x;
+      ASSERT_EQ(f.narrow(sign * std::nextafter(tie, 0.0f)), s | x) << "below the tie above " << std::hex << x;
+      ASSERT_EQ(f.narrow(sign * std::nextafter(tie, kInf)), s | (x + 1))
+          << "past the tie above " << std::hex << x;
+      ASSERT_EQ(f.narrow(sign * std::nextafter(low, kInf)), s | x) << "just past " << std::hex << x;
+      ASSERT_EQ(f.narrow(sign * std::nextafter(high, 0.0f)), s | (x + 1))
+          << "just below " << std::hex << x + 1;
+    }
+  }
+}
+
+TEST_P(EveryFormat, KeepsNanAndItsSign) {
+  const Format& f = GetParam();
+  // Payloads in the high bits only, in the low bits only, and full.
+  for (uint32_t u : {0x7FC00000u, 0x7F800001u, 0x7F808000u, 0x7FFFFFFFu}) {
+    for (uint32_t s : {0u, 0x80000000u}) {
+      const uint32_t got = f.narrow(std::bit_cast<float>(u | s));
+      EXPECT_TRUE(std::isnan(f.widen(got))) << std::hex << (u | s) << " -> " << got;
+      EXPECT_EQ((got & f.sign) != 0, s != 0) << std::hex << (u | s);
+    }
+  }
+}
+
+TEST(Convert, InfinityAndNanPatterns) {
+  for (uint32_t x = 0; x < 0x10000; ++x) {
+    const auto h = static_cast<uint16_t>(x);
+    if ((x & 0x7C00) == 0x7C00) {
+      if (x & 0x3FF) {
+        ASSERT_TRUE(std::isnan(f16_to_float(h))) << std::hex << x;
+      } else {
+        ASSERT_EQ(f16_to_float(h), x & 0x8000 ? -kInf : kInf);
+      }
+    }
+    if ((x & 0x7F80) == 0x7F80) {
+      if (x & 0x7F) {
+        ASSERT_TRUE(std::isnan(bf16_to_float(h))) << std::hex << x;
+      } else {
+        ASSERT_EQ(bf16_to_float(h), x & 0x8000 ? -kInf : kInf);
+      }
+    }
+  }
+  int num_nan = 0;
+  for (int x = 0; x < 256; ++x) {
+    const float v = e4m3_to_float(static_cast<uint8_t>(x));
+    num_nan += std::isnan(v);
+    EXPECT_FALSE(std::isinf(v)) << x;
+  }
+  EXPECT_EQ(num_nan, 2);
+  EXPECT_TRUE(std::isnan(e4m3_to_float(0x7F)));
+  EXPECT_TRUE(std::isnan(e4m3_to_float(0xFF)));
+}
+
+TEST(Convert, OverflowOfBf16GoesToInfinity) {
+  EXPECT_EQ(float_to_bf16(std::bit_cast<float>(0x7F7F7FFFu)), 0x7F7F);  // just below half way
+  EXPECT_EQ(float_to_bf16(std::bit_cast<float>(0x7F7F8000u)), 0x7F80);
+  EXPECT_EQ(float_to_bf16(std::numeric_limits<float>::max()), 0x7F80);
+  EXPECT_EQ(float_to_bf16(-std::numeric_limits<float>::max()), 0xFF80);
+  EXPECT_EQ(float_to_bf16(kInf), 0x7F80);
+  EXPECT_EQ(float_to_bf16(-kInf), 0xFF80);
+}
+
+TEST(Convert, OverflowOfFp16GoesToInfinity) {
+  EXPECT_EQ(float_to_f16(std::nextafter(65520.0f, 0.0f)), 0x7BFF);
+  EXPECT_EQ(float_to_f16(65520.0f), 0x7C00);
+  EXPECT_EQ(float_to_f16(-65520.0f), 0xFC00);
+  EXPECT_EQ(float_to_f16(1e30f), 0x7C00);
+  EXPECT_EQ(float_to_f16(-kInf), 0xFC00);
+}
+
+TEST(Convert, OverflowOfE4m3Saturates) {
+  for (float x : {448.0f, 449.0f, 464.0f, 1e30f, kInf}) {
+    EXPECT_EQ(float_to_e4m3(x), 0x7E) << x;
+    EXPECT_EQ(float_to_e4m3(-x), 0xFE) << x;
+  }
+}
+
+TEST(Convert, TinyNumbersKeepTheirSign) {
+  for (const Format& f : kFormats) {
+    if (std::string(f.name) == "bf16") continue;  // has float32's exponents: the smallest float32 is its tie
+    EXPECT_EQ(f.narrow(std::numeric_limits<float>::denorm_min()), 0u) << f.name;
+    EXPECT_EQ(f.narrow(-std::numeric_limits<float>::denorm_min()), f.sign) << f.name;
+  }
+}
+
+TEST(Convert, ElementsOfEveryDtype) {
+  for (DType t : {DType::kF32, DType::kF16, DType::kBF16, DType::kF8E4M3}) {
+    std::vector<unsigned char> bytes(7 * dtype_bytes(t) + 1, 0xAB);
+    unsigned char* data = bytes.data() + 1;  // no alignment is needed
+    for (int i = 0; i < 7; ++i) store_element(data, t, i, static_cast<float>(i) - 3.5f);
+    for (int i = 0; i < 7; ++i)
+      EXPECT_EQ(load_element(data, t, i), static_cast<float>(i) - 3.5f) << dtype_name(t);
+    EXPECT_EQ(bytes[0], 0xAB);
+  }
+}
+
+}  // namespace
+}  // namespace treemla

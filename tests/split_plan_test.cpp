@@ -1,0 +1,219 @@
+// The split planner: every key of every row has exactly one owner, work is balanced, invariant splits do not move.
+
+#include <map>
+#include <random>
+#include <set>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "plan/device_model.hpp"
+#include "plan/split_plan.hpp"
+#include "plan/tiles.hpp"
+
+namespace treemla {
+namespace {
+
+struct Batch {
+  std::vector<int32_t> q_len, kv_len;
+};
+
+Batch random_batch(std::mt19937_64& rng, int max_b, int max_kv) {
+  Batch batch;
+  const int b = 1 + rng() % max_b;
+  for (int r = 0; r < b; ++r) {
+    const int q = rng() % 8 == 0 ? 0 : 1 + rng() % 70;
+    batch.q_len.push_back(q);
+    batch.kv_len.push_back(rng() % 8 == 0 ? 0 : q + rng() % max_kv);
+  }
+  return batch;
+}
+
+SplitParams random_params(std::mt19937_64& rng) {
+  SplitParams p;
+  p.h_q = 1 + rng() % 128;
+  p.num_workers = 1 + rng() % 200;
+  p.tile.rows_per_tile = 8 << (rng() % 6);
+  p.tile.row_granularity = 1 << (rng() % 4);
+  p.tile.keys_per_tile = 16 << (rng() % 4);
+  p.tile.row_cost = 1 + rng() % 4;
+  p.tile.load_cost = rng() % 100;
+  p.tile.pair_cost = rng() % 500;
+  p.fixed_tiles = rng() % 2 ? 0 : 1 + rng() % 20;
+  p.min_payload = rng() % 2 ? 0 : rng() % 5000;
+  return p;
+}
+
+// Every (row, key) of every live request covered once; partials unique, in range, and merged in key order exactly once.
+void check_coverage(const SplitPlan& plan, const Batch& batch) {
+  const SplitParams& p = plan.params;
+  std::map<std::pair<int, int>, std::map<int, const WorkItem*>> pieces;  // (request, row tile) -> key_begin -> item
+  std::set<int> slots;
+  int last_worker = 0;
+  for (const WorkItem& i : plan.items) {
+    ASSERT_GE(i.worker, last_worker);
+    last_worker = i.worker;
+    ASSERT_LT(i.worker, p.num_workers);
+    ASSERT_EQ(i.row_begin % p.tile.rows_per_tile, 0);
+    ASSERT_EQ(i.key_begin % p.tile.keys_per_tile, 0);
+    ASSERT_LT(i.key_begin, i.key_end);
+    ASSERT_TRUE(pieces[std::make_pair(i.request, i.row_begin)].emplace(i.key_begin, &i).second);
+    if (i.partial >= 0) {
+      ASSERT_LT(i.partial, plan.num_partials);
+      ASSERT_TRUE(slots.insert(i.partial).second) << "slot " << i.partial << " used twice";
+    }
+  }
+  std::map<std::pair<int, int>, const CombineItem*> combines;
+  for (const CombineItem& c : plan.combines) ASSERT_TRUE(combines.emplace(std::make_pair(c.request, c.row_begin), &c).second);
+
+  size_t pairs = 0;
+  for (size_t r = 0; r < batch.q_len.size(); ++r) {
+    const int rows = batch.q_len[r] * p.h_q, kv = batch.kv_len[r];
+    if (rows == 0 || kv == 0) {
+      EXPECT_EQ(std::count(plan.inert.begin(), plan.inert.end(), static_cast<int>(r)), rows > 0);
+      continue;
+    }
+    for (int row = 0; row < rows; row += p.tile.rows_per_tile) {
+      ++pairs;
+      const auto key = std::make_pair(static_cast<int>(r), row);
+      ASSERT_TRUE(pieces.count(key)) << "request " << r << " row " << row;
+      int at = 0, n = 0;
+      for (const auto& [begin, item] : pieces[key]) {
+        ASSERT_EQ(begin, at);
+        ASSERT_EQ(item->row_end, std::min(rows, row + p.tile.rows_per_tile));
+        if (p.fixed_tiles > 0) {
+          ASSERT_EQ(begin % (p.fixed_tiles * p.tile.keys_per_tile), 0);
+        }
+        if (item->partial >= 0) {
+          ASSERT_TRUE(combines.count(key));
+          ASSERT_EQ(item->partial, combines[key]->partials.slot(n));
+        }
+        at = item->key_end;
+        ++n;
+      }
+      ASSERT_EQ(at, kv);
+      ASSERT_EQ(combines.count(key), n > 1);
+      if (n > 1) {
+        ASSERT_EQ(combines[key]->partials.count, n);
+      } else {
+        ASSERT_EQ(pieces[key].begin()->second->partial, -1);
+      }
+    }
+  }
+  ASSERT_EQ(pieces.size(), pairs);
+}
+
+TEST(SplitPlanTest, EveryKeyOfEveryRowExactlyOnce) {
+  std::mt19937_64 rng(11);
+  for (int i = 0; i < 2000 && !testing::Test::HasFatalFailure(); ++i) {
+    const Batch batch = random_batch(rng, 12, i % 10 == 0 ? 20000 : 500);
+    const SplitParams p = random_params(rng);
+    SCOPED_TRACE(testing::Message() << "case " << i);
+    check_coverage(make_split_plan(p, batch.q_len, batch.kv_len), batch);
+  }
+}
+
+TEST(SplitPlanTest, NoWorkerExceedsItsShareByMoreThanOneUnitAndItsPairs) {
+  std::mt19937_64 rng(12);
+  for (int i = 0; i < 500; ++i) {
+    const Batch batch = random_batch(rng, 40, 5000);
+    SplitParams p = random_params(rng);
+    p.tile.pair_cost = 0;  // then cost on the line is exactly cost of the work
+    const SplitPlan plan = make_split_plan(p, batch.q_len, batch.kv_len);
+    const int64_t unit = tile_cost(p.tile, p.tile.rows_per_tile) * std::max(1, p.fixed_tiles);
+    EXPECT_LE(plan.max_worker_cost, worker_payload(p, plan.total_cost) + unit);
+  }
+}
+
+TEST(SplitPlanTest, UnevenLengthsAreBalanced) {
+  // 64 requests of 1 to 65536 keys on the 132 multiprocessors of an H200.
+  Batch batch;
+  for (int r = 0; r < 64; ++r) {
+    batch.q_len.push_back(9);
+    batch.kv_len.push_back(9 + r * r * 16);
+  }
+  SplitParams p;
+  p.h_q = 8;
+  p.num_workers = find_device_model("h200").num_sms;
+  p.tile = {72, 8, 64, 1, 0, 0};
+  const SplitPlan plan = make_split_plan(p, batch.q_len, batch.kv_len);
+  EXPECT_GT(plan.balance(), 0.97);
+  EXPECT_EQ(plan.busy_workers(), p.num_workers);
+  check_coverage(plan, batch);
+}
+
+TEST(SplitPlanTest, OneRequestOccupiesEveryWorker) {
+  const Batch batch{{9}, {16393}};
+  SplitParams p;
+  p.h_q = 8;
+  p.num_workers = 132;
+  p.tile = {72, 8, 64, 1, 0, 0};
+  EXPECT_GT(make_split_plan(p, batch.q_len, batch.kv_len).busy_workers(), 120);
+  // Not worth it when each would get less than min_payload.
+  p.min_payload = 32 * tile_cost(p.tile, 72);
+  EXPECT_LE(make_split_plan(p, batch.q_len, batch.kv_len).busy_workers(), 9);
+}
+
+TEST(SplitPlanTest, InvariantSplitsDependOnTheRequestAlone) {
+  std::mt19937_64 rng(13);
+  for (int i = 0; i < 300; ++i) {
+    const Batch batch = random_batch(rng, 10, 3000);
+    SplitParams p = random_params(rng);
+    p.fixed_tiles = 1 + rng() % 8;
+    auto boundaries = [](const SplitPlan& plan, int request) {
+      std::set<std::tuple<int, int, int>> s;
+      for (const WorkItem& w : plan.items)
+        if (w.request == request) s.emplace(w.row_begin, w.key_begin, w.key_end);
+      return s;
+    };
+    const SplitPlan together = make_split_plan(p, batch.q_len, batch.kv_len);
+    for (size_t r = 0; r < batch.q_len.size(); ++r) {
+      SplitParams other = p;
+      other.num_workers = 1 + rng() % 300;
+      const SplitPlan alone = make_split_plan(other, std::span(&batch.q_len[r], 1), std::span(&batch.kv_len[r], 1));
+      EXPECT_EQ(boundaries(together, static_cast<int>(r)), boundaries(alone, 0));
+    }
+  }
+}
+
+TEST(SplitPlanTest, BalancedPartialsFitTwoSlotsAWorkerWhateverTheLengths) {
+  std::mt19937_64 rng(14);
+  for (int i = 0; i < 500; ++i) {
+    const Batch batch = random_batch(rng, 30, 3000);
+    SplitParams p = random_params(rng);
+    p.fixed_tiles = 0;
+    EXPECT_LE(make_split_plan(p, batch.q_len, batch.kv_len).num_partials, 2 * p.num_workers);
+  }
+}
+
+TEST(SplitPlanTest, LongestLengthsDoNotOverflow) {
+  const Batch batch{{1025, 1}, {INT32_MAX, INT32_MAX}};
+  SplitParams p;
+  p.h_q = 128;
+  p.num_workers = 132;
+  p.tile = {64, 8, 64, 1, 0, 0};
+  check_coverage(make_split_plan(p, batch.q_len, batch.kv_len), batch);
+  p.fixed_tiles = 1 << 20;
+  check_coverage(make_split_plan(p, batch.q_len, batch.kv_len), batch);
+}
+
+TEST(SplitPlanTest, EmptyBatchHasNoWork) {
+  const SplitPlan plan = make_split_plan(SplitParams{}, {}, {});
+  EXPECT_TRUE(plan.items.empty());
+  EXPECT_EQ(plan.balance(), 1.0);
+  EXPECT_THAT(describe(plan), testing::HasSubstr("work items   0"));
+}
+
+TEST(SplitPlanTest, PrintsItself) {
+  SplitParams p;
+  p.h_q = 64;
+  p.num_workers = 2;
+  p.tile = cpu_simd_tile(9 * 64);
+  const Batch batch{{9}, {4105}};
+  const SplitPlan plan = make_split_plan(p, batch.q_len, batch.kv_len);
+  EXPECT_THAT(describe(plan), testing::AllOf(testing::HasSubstr("192 rows x 64 keys"), testing::HasSubstr("on 2 of 2 workers")));
+  EXPECT_THAT(list_items(plan, 1), testing::HasSubstr("... "));
+}
+
+}  // namespace
+}  // namespace treemla
