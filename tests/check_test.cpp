@@ -516,6 +516,21 @@ TEST(CheckOutput, AlignmentIsThatOfTheDtype) {
   EXPECT_NO_THROW(check_output(f.p, f.o));
 }
 
+// Kernels number a request's (node, head) rows with 32 bits.
+TEST(CheckProblem, RowsOfARequestFitThirtyTwoBits) {
+  Fixture f;
+  f.p.b = 1;
+  f.p.shape.h_q = 1024;
+  f.p.q.token_stride = f.p.q.head_stride = 0;
+  const int q_len = (1 << 21) + 1;
+  const int32_t q_indptr[] = {0, q_len}, kv_len[] = {q_len};
+  f.p.q.total_q = q_len;
+  f.p.q_indptr = q_indptr;
+  f.p.kv_len = kv_len;
+  const Bad bad{"", nullptr, "q_indptr", {"request 0", "2097153 x shape.h_q 1024", "2147483647"}};
+  expect_error(bad, [&] { check_problem(f.p); });
+}
+
 TEST(ParseDtype, NamesAndAliases) {
   for (DType t : {DType::kF32, DType::kF16, DType::kBF16, DType::kF8E4M3})
     EXPECT_EQ(parse_dtype(dtype_name(t)), t);
