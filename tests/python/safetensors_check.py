@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""Opens case files with Hugging Face's safetensors package and checks them against docs/KDTR.md, independently of the library.
+
+    pip install safetensors numpy
+    python3 tests/python/safetensors_check.py cases/*.kdtr
+
+The package's numpy side knows neither bf16 nor fp8, so dtypes and shapes are asked from slices, which converts nothing;
+tensors that numpy has are loaded as well. Exit status 0: every file is a case.
+"""
+import sys
+
+import numpy as np
+from safetensors import safe_open
+
+# name: (allowed dtypes, shape by symbol, required)
+TENSORS = {
+    "q": ({"F32", "F16", "BF16"}, ["total_q", "h_q", "d_qk"], True),
+    "kv": ({"F32", "F16", "BF16", "F8_E4M3"}, ["rows", "d_qk"], True),
+    "q_indptr": ({"I32"}, ["b+1"], True),
+    "kv_len": ({"I32"}, ["b"], True),
+    "page_indptr": ({"I32"}, ["b+1"], True),
+    "page_indices": ({"I32"}, ["n"], True),
+    "parents": ({"I32"}, ["total_q"], False),
+    "positions": ({"I32"}, ["total_q"], False),
+    "token_ids": ({"I32"}, ["total_q"], False),
+    "expected_out": ({"F32"}, ["total_q", "h_q", "d_v"], False),
+    "expected_lse": ({"F32"}, ["total_q", "h_q"], False),
+}
+NUMPY = {"F32": np.float32, "F16": np.float16, "I32": np.int32}
+
+
+def check(path):
+    with safe_open(path, framework="numpy") as f:
+        meta = f.metadata() or {}
+        keys = set(f.keys())
+
+        def require(ok, what):
+            if not ok:
+                raise ValueError(f"{path}: {what}")
+
+        require(meta.get("format") == "kdtr" and meta.get("version") == "1", f"format and version are {meta}")
+        require(meta.get("lse_base") == "e", f"lse_base is {meta.get('lse_base')}")
+        require(meta.get("mask") in ("tree", "causal", "none"), f"mask is {meta.get('mask')}")
+        d_v, d_rope, page_size = (int(meta[k]) for k in ("d_v", "d_rope", "page_size"))
+        require(np.isfinite(float(meta["sm_scale"])) and float(meta.get("kv_scale", "1")) > 0, "scales")
+
+        sizes = {"d_v": d_v, "d_qk": d_v + d_rope}
+        loaded = {}
+        for name, (dtypes, symbols, required) in TENSORS.items():
+            if name not in keys:
+                require(not required and not (name == "parents" and meta["mask"] == "tree"), f"{name} is missing")
+                continue
+            tensor = f.get_slice(name)
+            dtype, shape = tensor.get_dtype(), list(tensor.get_shape())
+            require(dtype in dtypes, f"{name} is {dtype}, must be {' or '.join(sorted(dtypes))}")
+            require(len(shape) == len(symbols), f"{name} has shape {shape}, must be {symbols}")
+            for symbol, extent in zip(symbols, shape):
+                symbol, extent = ("b", extent - 1) if symbol == "b+1" else (symbol, extent)
+                require(sizes.setdefault(symbol, extent) == extent, f"{name} {shape}: {symbol} must be {sizes[symbol]}")
+            if dtype in NUMPY:
+                loaded[name] = f.get_tensor(name)
+                require(loaded[name].dtype == NUMPY[dtype] and list(loaded[name].shape) == shape, f"{name} as numpy")
+        require(sizes["rows"] % page_size == 0, f"{sizes['rows']} rows in pages of {page_size}")
+
+        # Every request finds its rows, and its tree is a tree.
+        for r in range(sizes["b"]):
+            begin, end = loaded["q_indptr"][r : r + 2]
+            length = loaded["kv_len"][r]
+            pages = loaded["page_indices"][loaded["page_indptr"][r] : loaded["page_indptr"][r + 1]]
+            if begin == end or length == 0:
+                continue  # padding
+            needed = -(-length // page_size)
+            require(length >= end - begin and len(pages) >= needed, f"request {r}: kv_len {length}, {len(pages)} pages")
+            require((pages[:needed] >= 0).all() and (pages[:needed] < sizes["rows"] // page_size).all(), f"request {r}: pages")
+            if meta["mask"] == "tree":
+                parents = loaded["parents"][begin:end]
+                require(parents[0] == -1 and all(0 <= p < i for i, p in enumerate(parents) if i), f"request {r}: parents")
+        extra = sorted(keys - set(TENSORS))
+        print(f"{path}: ok, b {sizes['b']}, total_q {sizes['total_q']}, h_q {sizes['h_q']}, d_qk {sizes['d_qk']}, "
+              f"q {f.get_slice('q').get_dtype()}, kv {f.get_slice('kv').get_dtype()}, mask {meta['mask']}"
+              + (f", extra {', '.join(extra)}" if extra else ""))
+
+
+def main():
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    failed = 0
+    for path in sys.argv[1:]:
+        try:
+            check(path)
+        except Exception as error:  # the package has exceptions of its own
+            failed += 1
+            print(f"{path}: {error}" if not str(error).startswith(path) else error, file=sys.stderr)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
