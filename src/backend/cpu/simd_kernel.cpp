@@ -1,0 +1,515 @@
+// The CPU flash kernel. Symbols as in treemla/problem.hpp; a row is a (node, head) pair.
+//
+//   for each tile of 64 keys:
+//     T[64][d_qk]      <- the cached rows, widened to float32, once for all rows of the item
+//     for each group of 64 rows:
+//       S^T[64 keys][64 rows]  = T Q^T          rows along vectors: the softmax needs no horizontal step
+//       m, l, P^T              = online softmax of S^T
+//       O[64 rows][d_v]        = O * alpha + P T[:, 0:d_v]
+//
+// Both products run through one register-blocked micro-kernel: MR broadcasts times NV vectors, MR * NV accumulators.
+// Neither operand of the second product is moved: V is the first d_v columns of T, and P^T is read by broadcasts.
+//
+//   T 147 KB and a group's Q^T 147 KB and O 128 KB stream from L2; what the micro-kernel reuses stays in L1:
+//   a 96-deep slice of Q^T (24 KB) in the first product, a 64-wide panel of T (16 KB) in the second.
+//
+// A row's arithmetic does not depend on its neighbours, on MR or on NV: every accumulator is one chain of FMAs over k,
+// restarted every kDepth terms. So any tiling of rows gives equal bits.
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "backend/cpu/simd_kernel.cpp"
+// AVX3_DL adds nothing that this code uses, SSSE3 little: fewer copies, shorter builds.
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_AVX3_DL | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
+#include <hwy/foreach_target.h>  // IWYU pragma: keep
+// clang-format off: must come after foreach_target
+#include <hwy/highway.h>
+#include <hwy/contrib/math/math-inl.h>
+// clang-format on
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "backend/cpu/simd_kernel.hpp"
+#include "core/convert.hpp"
+#include "core/host_device.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace treemla {
+namespace HWY_NAMESPACE {
+namespace {
+
+namespace hn = hwy::HWY_NAMESPACE;
+using D = hn::ScalableTag<float>;
+using V = hn::Vec<D>;
+constexpr int kLanes = HWY_LANES(float);
+// Accumulators that fit the register file next to the operands: 24 of 32, or 12 of 16.
+constexpr bool kManyRegisters = (HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3) || HWY_ARCH_ARM_A64;
+constexpr int kVecs = kManyRegisters || kLanes == 1 ? 4 : 2, kAccs = kManyRegisters ? 24 : 12;
+constexpr int kPanel = kVecs * kLanes;  // rows (or columns) that one micro-kernel call spans
+constexpr int kDepth = 96;              // terms of a chain of FMAs in the first product
+static_assert(kSimdRows % kPanel == 0 && kPanel % 4 == 0);  // load_q() moves four rows of a panel at a time
+
+// Widens n elements to float32; writes whole vectors, so `to` has room up to the next multiple of kLanes.
+HWY_INLINE void widen_row(const void* from, DType dtype, int n, float* HWY_RESTRICT to) {
+  const D d;
+  const hn::Rebind<uint32_t, D> du32;
+  const hn::Rebind<uint16_t, D> du16;
+  const hn::Rebind<uint8_t, D> du8;
+  const hn::Rebind<hwy::float16_t, D> df16;
+  int i = 0;
+  const int whole = n - n % kLanes;
+  switch (dtype) {
+    case DType::kF32: {
+      const float* f = static_cast<const float*>(from);
+      for (; i < whole; i += kLanes) hn::Store(hn::LoadU(d, f + i), d, to + i);
+      break;
+    }
+    case DType::kBF16: {
+      const uint16_t* f = static_cast<const uint16_t*>(from);
+      for (; i < whole; i += kLanes)
+        hn::Store(hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(du32, hn::LoadU(du16, f + i)))), d, to + i);
+      break;
+    }
+    case DType::kF16: {
+      const hwy::float16_t* f = static_cast<const hwy::float16_t*>(from);
+      for (; i < whole; i += kLanes) hn::Store(hn::PromoteTo(d, hn::LoadU(df16, f + i)), d, to + i);
+      break;
+    }
+    case DType::kF8E4M3: {
+      // Exponent and mantissa move up 20 bits and the bias from 7 to 127. Exponent 0 means no implicit one: read it as
+      // 2^-6 * (1 + man / 8) and take 2^-6 away again, which is exact and meets no float32 subnormal.
+      const uint8_t* f = static_cast<const uint8_t*>(from);
+      for (; i < whole; i += kLanes) {
+        const auto x = hn::PromoteTo(du32, hn::LoadU(du8, f + i));
+        const auto sign = hn::ShiftLeft<24>(hn::And(x, hn::Set(du32, 0x80)));
+        const auto low = hn::And(x, hn::Set(du32, 0x7F));
+        const auto mag = hn::ShiftLeft<20>(low);
+        const V normal = hn::BitCast(d, hn::Add(mag, hn::Set(du32, 120u << 23)));
+        const V small = hn::Sub(hn::BitCast(d, hn::Add(mag, hn::Set(du32, 121u << 23))), hn::Set(d, 0x1p-6f));
+        V v = hn::IfThenElse(hn::RebindMask(d, hn::Lt(low, hn::Set(du32, 8))), small, normal);
+        v = hn::IfThenElse(hn::RebindMask(d, hn::Eq(low, hn::Set(du32, 0x7F))), hn::NaN(d), v);
+        hn::Store(hn::Or(v, hn::BitCast(d, sign)), d, to + i);
+      }
+      break;
+    }
+  }
+  for (; i < n; ++i) to[i] = load_element(from, dtype, i);
+}
+
+// Narrows n floats (whole vectors readable) to `to`.
+HWY_INLINE void narrow_row(const float* HWY_RESTRICT from, int n, DType dtype, void* to) {
+  const D d;
+  const hn::Rebind<uint32_t, D> du32;
+  const hn::Rebind<uint16_t, D> du16;
+  if (dtype == DType::kF32) {
+    std::memcpy(to, from, sizeof(float) * n);
+    return;
+  }
+  int i = 0;
+  if (dtype == DType::kBF16) {  // round to nearest even; NaN keeps its upper half, made quiet
+    uint16_t* t = static_cast<uint16_t*>(to);
+    for (; i + kLanes <= n; i += kLanes) {
+      const V v = hn::Load(d, from + i);
+      const auto u = hn::BitCast(du32, v);
+      const auto odd = hn::And(hn::ShiftRight<16>(u), hn::Set(du32, 1));
+      const auto rounded = hn::ShiftRight<16>(hn::Add(u, hn::Add(odd, hn::Set(du32, 0x7FFF))));
+      const auto nan = hn::Or(hn::ShiftRight<16>(u), hn::Set(du32, 0x40));
+      const auto r = hn::IfThenElse(hn::RebindMask(du32, hn::IsNaN(v)), nan, rounded);
+      hn::StoreU(hn::TruncateTo(du16, r), du16, t + i);
+    }
+  }
+  for (; i < n; ++i) store_element(to, dtype, i, from[i]);
+}
+
+// acc[i][v] = sum_k a[i * a_row + k * a_k] * b[k * ldb + v * kLanes], then `done(i, v, acc)`.
+template <int MR, int NV, class Done>
+HWY_INLINE void micro_kernel(const float* HWY_RESTRICT a, int64_t a_row, int64_t a_k, const float* HWY_RESTRICT b,
+                             int64_t ldb, int depth, Done done) {
+  const D d;
+  V acc[MR][NV];
+  HWY_UNROLL(16)
+  for (int i = 0; i < MR; ++i) {
+    HWY_UNROLL(16)
+    for (int v = 0; v < NV; ++v) acc[i][v] = hn::Zero(d);
+  }
+  for (int k = 0; k < depth; ++k) {
+    V bv[NV];
+    HWY_UNROLL(16)
+    for (int v = 0; v < NV; ++v) bv[v] = hn::Load(d, b + v * kLanes);
+    HWY_UNROLL(16)
+    for (int i = 0; i < MR; ++i) {
+      const V av = hn::Set(d, a[i * a_row]);
+      HWY_UNROLL(16)
+      for (int v = 0; v < NV; ++v) acc[i][v] = hn::MulAdd(av, bv[v], acc[i][v]);
+    }
+    a += a_k;
+    b += ldb;
+  }
+  HWY_UNROLL(16)
+  for (int i = 0; i < MR; ++i) {
+    HWY_UNROLL(16)
+    for (int v = 0; v < NV; ++v) done(i, v, acc[i][v]);
+  }
+}
+
+// c[i][v] = (fresh ? 0 : c * alpha[i]) + a b, for m rows in blocks of at most kAccs / NV. alpha null: 1.
+template <int MR, int NV, bool kFresh>
+HWY_INLINE void product_block(const float* a, int64_t a_row, int64_t a_k, const float* b, int64_t ldb, int depth,
+                              float* c, int64_t ldc, const float* alpha) {
+  const D d;
+  micro_kernel<MR, NV>(a, a_row, a_k, b, ldb, depth, [&](int i, int v, V acc) HWY_ATTR {
+    float* to = c + i * ldc + v * kLanes;
+    if constexpr (!kFresh) acc = alpha ? hn::MulAdd(hn::Load(d, to), hn::Set(d, alpha[i]), acc) : hn::Add(hn::Load(d, to), acc);
+    hn::Store(acc, d, to);
+  });
+}
+
+template <int NV, bool kFresh>
+HWY_NOINLINE void product_rows(int m, const float* a, int64_t a_row, int64_t a_k, const float* b, int64_t ldb,
+                               int depth, float* c, int64_t ldc, const float* alpha) {
+  constexpr int kBlock = kAccs / NV;
+  int i = 0;
+  auto block = [&](auto size) HWY_ATTR {
+    constexpr int MR = decltype(size)::value;
+    for (; m - i >= MR; i += MR)
+      product_block<MR, NV, kFresh>(a + i * a_row, a_row, a_k, b, ldb, depth, c + i * ldc, ldc, alpha ? alpha + i : nullptr);
+  };
+  block(std::integral_constant<int, kBlock>{});
+  if constexpr (kBlock > 12) block(std::integral_constant<int, 12>{});
+  if constexpr (kBlock > 6) block(std::integral_constant<int, 6>{});
+  if constexpr (kBlock > 4) block(std::integral_constant<int, 4>{});
+  if constexpr (kBlock > 2) block(std::integral_constant<int, 2>{});
+  block(std::integral_constant<int, 1>{});
+}
+
+// One panel of `vecs` vectors.
+template <bool kFresh>
+void product(int vecs, int m, const float* a, int64_t a_row, int64_t a_k, const float* b, int64_t ldb, int depth,
+             float* c, int64_t ldc, const float* alpha) {
+  switch (vecs) {
+    case 1: return product_rows<1, kFresh>(m, a, a_row, a_k, b, ldb, depth, c, ldc, alpha);
+    case 2: return product_rows<2, kFresh>(m, a, a_row, a_k, b, ldb, depth, c, ldc, alpha);
+  }
+  if constexpr (kVecs == 4) {
+    if (vecs == 3) product_rows<3, kFresh>(m, a, a_row, a_k, b, ldb, depth, c, ldc, alpha);
+    if (vecs == 4) product_rows<4, kFresh>(m, a, a_row, a_k, b, ldb, depth, c, ldc, alpha);
+  }
+}
+
+struct Worker {
+  const SimdItem& item;
+  const SimdScratch& layout;
+  float* tile;    // [kSimdKeys + 1, tile_ld]; the last row is a spare
+  float* q;       // [groups, kSimdRows / kPanel, d_qk, kPanel]
+  float* acc;     // [rows, out_ld]
+  float* scores;  // [kSimdKeys, kSimdRows] S^T, then P^T
+  float* max;     // [rows] m
+  float* sum;     // [rows] l
+  float* alpha;   // [kSimdRows]
+  float* row;     // [out_ld] a finished row
+  int rows, d_v, d_qk;
+  int odd[kSimdKeys];  // keys of the tile that hold NaN or infinity and that only some rows see
+  int num_odd = 0;
+
+  Worker(const SimdItem& it, const SimdScratch& lay, float* s)
+      : item(it), layout(lay), tile(s + lay.tile), q(s + lay.q), acc(s + lay.acc), scores(s + lay.scores), max(s + lay.max),
+        sum(s + lay.sum), alpha(s + lay.alpha), row(s + lay.row), rows(it.row_end - it.row_begin), d_v(it.shape.d_v),
+        d_qk(it.shape.d_qk()) {}
+
+  int group_rows(int g) const { return std::min(kSimdRows, rows - g * kSimdRows); }
+  float* group_q(int g) { return q + static_cast<int64_t>(g) * kSimdRows * d_qk; }
+  const uint32_t* mask_row(int local_row) const {
+    return item.bits + static_cast<int64_t>((item.row_begin + local_row) / item.shape.h_q) * item.words;
+  }
+  bool sees(int local_row, int key) const {
+    const int j = key - item.prefix_len;
+    return j < 0 || ((mask_row(local_row)[j >> 5] >> (j & 31)) & 1);
+  }
+
+  // Q^T in panels: element (row, k) of a group at [row / kPanel][k][row % kPanel]. Four rows at a time through 4x4
+  // transposes; rows past the end are zero.
+  HWY_INLINE void load_q() {
+    float* wide = tile;  // the tile is not in use yet: four widened rows
+    for (int r = 0; r < round_up(rows, kSimdRows); r += 4) {
+      for (int i = 0; i < 4; ++i) {
+        float* to = wide + i * layout.tile_ld;
+        if (r + i >= rows) {
+          std::memset(to, 0, sizeof(float) * layout.tile_ld);
+          continue;
+        }
+        const int packed = item.row_begin + r + i, node = packed / item.shape.h_q, head = packed % item.shape.h_q;
+        const int64_t offset = node * item.q_token_stride + head * item.q_head_stride;
+        widen_row(static_cast<const char*>(item.q) + offset * static_cast<int64_t>(dtype_bytes(item.q_dtype)),
+                  item.q_dtype, d_qk, to);
+      }
+      float* to = group_q(r / kSimdRows) + (r % kSimdRows) / kPanel * d_qk * kPanel + r % kPanel;
+      int k = 0;
+#if HWY_TARGET != HWY_SCALAR
+      const hn::FixedTag<float, 4> d4;
+      for (; k + 4 <= d_qk; k += 4) {
+        const auto r0 = hn::LoadU(d4, wide + k), r1 = hn::LoadU(d4, wide + layout.tile_ld + k);
+        const auto r2 = hn::LoadU(d4, wide + 2 * layout.tile_ld + k), r3 = hn::LoadU(d4, wide + 3 * layout.tile_ld + k);
+        const auto a = hn::InterleaveLower(d4, r0, r2), b = hn::InterleaveLower(d4, r1, r3);
+        const auto e = hn::InterleaveUpper(d4, r0, r2), f = hn::InterleaveUpper(d4, r1, r3);
+        hn::StoreU(hn::InterleaveLower(d4, a, b), d4, to + k * kPanel);
+        hn::StoreU(hn::InterleaveUpper(d4, a, b), d4, to + (k + 1) * kPanel);
+        hn::StoreU(hn::InterleaveLower(d4, e, f), d4, to + (k + 2) * kPanel);
+        hn::StoreU(hn::InterleaveUpper(d4, e, f), d4, to + (k + 3) * kPanel);
+      }
+#endif
+      for (; k < d_qk; ++k)
+        for (int i = 0; i < 4; ++i) to[k * kPanel + i] = wide[i * layout.tile_ld + k];
+    }
+  }
+
+  HWY_INLINE void load_key(int key, float* to) {
+    const int64_t at = item.pool_rows[key] * item.kv_row_stride * static_cast<int64_t>(dtype_bytes(item.kv_dtype));
+    widen_row(static_cast<const char*>(item.kv) + at, item.kv_dtype, d_qk, to);
+  }
+
+  HWY_INLINE bool finite(const float* r) const {
+    const D d;
+    auto bad = hn::Zero(d);  // x * 0 is NaN for NaN and infinity; r is zero past d_qk
+    for (int k = 0; k < d_qk; k += kLanes) bad = hn::MulAdd(hn::Load(d, r + k), hn::Zero(d), bad);
+    return hn::AllFalse(d, hn::IsNaN(bad));
+  }
+
+  // Keys [key, key + n) into the tile.
+  HWY_INLINE void load_tile(int key, int n) {
+    num_odd = 0;
+    for (int j = 0; j < n; ++j) {
+      float* to = tile + j * layout.tile_ld;
+      load_key(key + j, to);
+      // A tree row may be hidden from some rows, and 0 * NaN must not reach those: such a key is taken out of the products.
+      if (key + j >= item.prefix_len && !finite(to)) {
+        std::memset(to, 0, sizeof(float) * d_qk);
+        odd[num_odd++] = j;
+      }
+    }
+  }
+
+  // The first n keys of the tile.
+  HWY_INLINE void score(int g, int n_keys) {
+    const float* qt = group_q(g);
+    const int vecs = ceil_div(group_rows(g), kLanes);
+    for (int k = 0; k < d_qk; k += kDepth) {
+      const int depth = std::min(kDepth, d_qk - k);
+      for (int v = 0; v < vecs; v += kVecs) {
+        const float* panel = qt + v / kVecs * d_qk * kPanel + k * kPanel;
+        float* to = scores + v * kLanes;
+        const int n = std::min(kVecs, vecs - v);
+        if (k == 0)
+          product<true>(n, n_keys, tile, layout.tile_ld, 1, panel, kPanel, depth, to, kSimdRows, nullptr);
+        else
+          product<false>(n, n_keys, tile + k, layout.tile_ld, 1, panel, kPanel, depth, to, kSimdRows, nullptr);
+      }
+    }
+  }
+
+  // Scores of keys that a row must not see become -inf. Only tiles that reach past the prefix come here.
+  HWY_INLINE void mask(int g, int key, int n) {
+    constexpr float kHidden = -std::numeric_limits<float>::infinity();
+    const int count = group_rows(g);
+    for (int j = n; j < kSimdKeys; ++j) std::fill_n(scores + j * kSimdRows, kSimdRows, kHidden);
+    for (int j = std::max(0, item.prefix_len - key); j < n; ++j)
+      for (int r = 0; r < count; ++r)
+        if (!sees(g * kSimdRows + r, key + j)) scores[j * kSimdRows + r] = kHidden;
+    for (int o = 0; o < num_odd; ++o) std::fill_n(scores + odd[o] * kSimdRows, kSimdRows, kHidden);
+  }
+
+  // Online softmax: m, l and alpha of the group, P^T over S^T.
+  HWY_INLINE void softmax(int g, bool first) {
+    const D d;
+    const V scale = hn::Set(d, item.score_scale), none = hn::Set(d, -std::numeric_limits<float>::infinity());
+    for (int v = 0; v < group_rows(g); v += kLanes) {
+      float* s = scores + v;
+      float* m_at = max + g * kSimdRows + v;
+      float* l_at = sum + g * kSimdRows + v;
+      V top = hn::Load(d, s);
+      for (int j = 1; j < kSimdKeys; ++j) top = hn::Max(top, hn::Load(d, s + j * kSimdRows));
+      const V m_old = first ? none : hn::Load(d, m_at);
+      const V m = hn::Max(m_old, hn::Mul(top, scale));
+      // All keys hidden so far: subtract 0 instead of -inf, every weight is exp(-inf) = 0.
+      const V base = hn::IfThenElse(hn::Eq(m, none), hn::Zero(d), m);
+      V l = hn::Zero(d);
+      for (int j = 0; j < kSimdKeys; ++j) {
+        const V x = hn::MulSub(hn::Load(d, s + j * kSimdRows), scale, base);
+        // Exp flushes everything below its range to 0, NaN too, which must survive.
+        const V p = hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(d, x));
+        l = hn::Add(l, p);
+        hn::Store(p, d, s + j * kSimdRows);
+      }
+      const V shrink = hn::Sub(m_old, base);
+      const V a = hn::IfThenElse(hn::IsNaN(shrink), shrink, hn::Exp(d, shrink));
+      hn::Store(a, d, alpha + v);
+      hn::Store(m, d, m_at);
+      hn::Store(first ? l : hn::MulAdd(hn::Load(d, l_at), a, l), d, l_at);
+    }
+  }
+
+  HWY_INLINE void accumulate(int g, int n_keys, bool first) {
+    float* o = acc + static_cast<int64_t>(g) * kSimdRows * layout.out_ld;
+    const int vecs = ceil_div(d_v, kLanes), m = group_rows(g);
+    for (int v = 0; v < vecs; v += kVecs) {
+      const int n = std::min(kVecs, vecs - v);
+      const float* panel = tile + v * kLanes;
+      float* to = o + v * kLanes;
+      if (first)
+        product<true>(n, m, scores, 1, kSimdRows, panel, layout.tile_ld, n_keys, to, layout.out_ld, nullptr);
+      else
+        product<false>(n, m, scores, 1, kSimdRows, panel, layout.tile_ld, n_keys, to, layout.out_ld, alpha);
+    }
+  }
+
+  // One key with NaN or infinity in it, for the rows that do see it. Rare, so plain code.
+  void add_odd_key(int key) {
+    float* kv = tile + kSimdKeys * layout.tile_ld;
+    load_key(key, kv);
+    for (int r = 0; r < rows; ++r) {
+      if (!sees(r, key)) continue;
+      const float* qr = group_q(r / kSimdRows) + (r % kSimdRows) / kPanel * d_qk * kPanel + r % kPanel;
+      double dot = 0;
+      for (int k = 0; k < d_qk; ++k) dot += static_cast<double>(qr[k * kPanel]) * kv[k];
+      const float s = static_cast<float>(dot * item.score_scale);
+      if (s == -std::numeric_limits<float>::infinity() && max[r] == s) continue;  // still no key with a weight
+      const float m = std::max(max[r], s);
+      const float a = std::exp(max[r] - m), p = std::exp(s - m);
+      float* o = acc + static_cast<int64_t>(r) * layout.out_ld;
+      for (int k = 0; k < d_v; ++k) o[k] = o[k] * a + p * kv[k];
+      sum[r] = sum[r] * a + p;
+      max[r] = m;
+    }
+  }
+
+  HWY_INLINE void write() {
+    const D d;
+    const int64_t out_bytes = static_cast<int64_t>(d_v) * dtype_bytes(item.out_dtype);
+    for (int r = 0; r < rows; ++r) {
+      const float l = sum[r];
+      const bool none = l == 0;  // no visible key, or none with a weight
+      const V scale = hn::Set(d, none ? 0.0f : item.value_scale / l);
+      const float* o = acc + static_cast<int64_t>(r) * layout.out_ld;
+      for (int k = 0; k < d_v; k += kLanes)
+        hn::Store(none ? hn::Zero(d) : hn::Mul(hn::Load(d, o + k), scale), d, row + k);
+      narrow_row(row, d_v, item.out_dtype, static_cast<char*>(item.out) + r * out_bytes);
+      if (item.lse)
+        item.lse[r] = none ? -std::numeric_limits<float>::infinity()
+                           : static_cast<float>(max[r] + std::log(static_cast<double>(l)));
+    }
+  }
+
+  void attend() {
+    load_q();
+    // The micro-kernel reads whole vectors: columns past d_qk must be numbers.
+    std::memset(tile, 0, sizeof(float) * (kSimdKeys + 1) * layout.tile_ld);
+    const int groups = ceil_div(rows, kSimdRows);
+    for (int key = item.key_begin; key < item.key_end; key += kSimdKeys) {
+      const int n = std::min(kSimdKeys, item.key_end - key);
+      const bool first = key == item.key_begin;
+      load_tile(key, n);
+      for (int g = 0; g < groups; ++g) {
+        score(g, n);
+        if (n < kSimdKeys || key + n > item.prefix_len) mask(g, key, n);
+        softmax(g, first);
+        accumulate(g, n, first);
+      }
+      for (int o = 0; o < num_odd; ++o) add_odd_key(key + odd[o]);
+    }
+    write();
+  }
+};
+
+void attend(const SimdItem& item, const SimdScratch& layout, float* scratch) { Worker(item, layout, scratch).attend(); }
+
+void combine(const float* parts, const float* part_lse, const int* slots, int count, int rows_per_slot, int rows, int d_v,
+             void* out, DType out_dtype, float* lse, float* scratch) {
+  constexpr float kNone = -std::numeric_limits<float>::infinity();
+  for (int r = 0; r < rows; ++r) {
+    auto lse_of = [&](int j) { return part_lse[static_cast<int64_t>(slots[j]) * rows_per_slot + r]; };
+    float m = kNone;
+    for (int j = 0; j < count; ++j) m = std::max(m, lse_of(j));
+    double total = 0;
+    // Partials without a key are left out by choice, not by a zero weight: their rows hold zeros, but habits matter.
+    for (int j = 0; j < count; ++j)
+      if (lse_of(j) != kNone) total += std::exp(static_cast<double>(lse_of(j)) - m);
+    std::fill_n(scratch, d_v, 0.0f);
+    bool first = true;  // assigned, not added to 0: a row with one partial keeps its bits, -0 included
+    for (int j = 0; j < count; ++j) {
+      if (lse_of(j) == kNone) continue;
+      const float w = static_cast<float>(std::exp(static_cast<double>(lse_of(j)) - m) / total);
+      const float* part = parts + (static_cast<int64_t>(slots[j]) * rows_per_slot + r) * d_v;
+      for (int k = 0; k < d_v; ++k) scratch[k] = first ? w * part[k] : scratch[k] + w * part[k];
+      first = false;
+    }
+    narrow_row(scratch, d_v, out_dtype, static_cast<char*>(out) + r * static_cast<int64_t>(d_v) * dtype_bytes(out_dtype));
+    if (lse) lse[r] = total == 0 ? kNone : static_cast<float>(m + std::log(total));
+  }
+}
+
+}  // namespace
+}  // namespace HWY_NAMESPACE
+}  // namespace treemla
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace treemla {
+namespace {
+HWY_EXPORT(attend);
+HWY_EXPORT(combine);
+}  // namespace
+
+SimdScratch::SimdScratch(const MlaShape& shape, int rows_per_tile) {
+  constexpr int kLine = 16;  // floats a cache line, and the widest vector
+  out_ld = round_up(shape.d_v, kLine);
+  // A row stride of 4 lines modulo 8 spreads a panel of 64 rows evenly over the sets of an L1 cache.
+  tile_ld = round_up(std::max(shape.d_qk(), out_ld), kLine);
+  while (tile_ld / kLine % 8 != 4) tile_ld += kLine;
+  const int padded = round_up(rows_per_tile, kSimdRows);
+  auto take = [this](std::size_t n) {
+    const std::size_t at = floats;
+    floats += round_up<std::size_t>(n, kLine);
+    return at;
+  };
+  tile = take(static_cast<std::size_t>(kSimdKeys + 1) * tile_ld);
+  q = take(static_cast<std::size_t>(padded) * shape.d_qk());
+  acc = take(static_cast<std::size_t>(padded) * out_ld);
+  scores = take(kSimdKeys * kSimdRows);
+  max = take(padded);
+  sum = take(padded);
+  alpha = take(kSimdRows);
+  row = take(out_ld);
+}
+
+void simd_attend(const SimdItem& item, const SimdScratch& layout, float* scratch) {
+  HWY_DYNAMIC_DISPATCH(attend)(item, layout, scratch);
+}
+
+void simd_combine(const float* parts, const float* part_lse, const int* slots, int count, int rows_per_slot, int rows,
+                  int d_v, void* out, DType out_dtype, float* lse, float* scratch) {
+  HWY_DYNAMIC_DISPATCH(combine)(parts, part_lse, slots, count, rows_per_slot, rows, d_v, out, out_dtype, lse, scratch);
+}
+
+std::vector<std::string> simd_targets() {
+  std::vector<std::string> names;
+  for (int64_t target : hwy::SupportedAndGeneratedTargets()) names.emplace_back(hwy::TargetName(target));
+  return names;
+}
+
+bool simd_force_target(const std::string& name) {
+  hwy::SetSupportedTargetsForTest(0);
+  int64_t wanted = hwy::SupportedTargets();
+  if (!name.empty()) {
+    wanted = 0;
+    for (int64_t target : hwy::SupportedAndGeneratedTargets())
+      if (hwy::TargetName(target) == name) wanted = target;
+    if (wanted == 0) return false;
+    hwy::SetSupportedTargetsForTest(wanted);
+  }
+  hwy::GetChosenTarget().Update(wanted);
+  return true;
+}
+
+}  // namespace treemla
+#endif  // HWY_ONCE

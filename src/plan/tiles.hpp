@@ -1,0 +1,30 @@
+// The tile a backend uses on a device, and what one block of it occupies.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "plan/device_model.hpp"
+#include "plan/split.hpp"
+#include "treemla/problem.hpp"
+
+namespace treemla {
+
+// A kernel as the plan sees it: its tile and its footprint.
+struct KernelModel {
+  std::string backend;  // "cpu_simd", ...
+  TilePolicy tile;
+  int threads_per_block = 1;
+  int regs_per_thread = 0;      // 0 on a CPU
+  int smem_per_block_bytes = 0;
+  bool tensor_cores = false;
+};
+
+// The tile of cpu_simd for batches whose largest q_len * h_q is `rows`.
+TilePolicy cpu_simd_tile(int rows);
+
+// Models of the kernels that could run the shape on the device, in order of the ladder, whether this build has them or not;
+// cpu_simd for the CPU. `rows` is the largest q_len * h_q of the batch, `keys` its largest kv_len.
+std::vector<KernelModel> kernel_models(const DeviceModel& device, const MlaShape& shape, DType kv_dtype, int rows, int64_t keys);
+
+}  // namespace treemla
