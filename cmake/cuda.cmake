@@ -1,0 +1,41 @@
+# Sets TREEMLA_HAS_CUDA and, if it is on, enables the CUDA language.
+#
+# The runtime is linked statically: the library loads, and works on the CPU, on machines without a GPU or a driver.
+set(TREEMLA_HAS_CUDA OFF)
+if(NOT TREEMLA_CUDA)
+  return()
+endif()
+
+# One cubin for each generation: A100, Hopper, and RTX PRO 6000 / 5090. Add 86-real;89-real for the cards between.
+if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+  set(CMAKE_CUDA_ARCHITECTURES 80-real 90a-real 120-real CACHE STRING "GPU architectures to compile for")
+endif()
+if(NOT DEFINED CMAKE_CUDA_HOST_COMPILER AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  set(CMAKE_CUDA_HOST_COMPILER ${CMAKE_CXX_COMPILER})
+endif()
+
+include(CheckLanguage)
+if(TREEMLA_CUDA STREQUAL "AUTO")
+  check_language(CUDA)
+  if(NOT CMAKE_CUDA_COMPILER)
+    message(STATUS "TreeMLA: no nvcc found, so no CUDA backends (set CUDACXX or PATH, or TREEMLA_CUDA=OFF to silence this)")
+    return()
+  endif()
+endif()
+enable_language(CUDA)
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
+  if(TREEMLA_CUDA STREQUAL "AUTO")
+    message(STATUS "TreeMLA: nvcc ${CMAKE_CUDA_COMPILER_VERSION} is older than 12.8, so no CUDA backends")
+    return()
+  endif()
+  message(FATAL_ERROR "TREEMLA_CUDA=${TREEMLA_CUDA} needs nvcc >= 12.8: found ${CMAKE_CUDA_COMPILER_VERSION}")
+endif()
+find_package(CUDAToolkit REQUIRED)
+if(NOT DEFINED CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake 3.25 stops at 17
+  set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
+  set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
+endif()
+set(CMAKE_CUDA_STANDARD 20)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(CMAKE_CUDA_EXTENSIONS OFF)
+set(TREEMLA_HAS_CUDA ON)

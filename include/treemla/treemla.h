@@ -1,0 +1,295 @@
+/* The C ABI of TreeMLA (C99, needs no other header): draft-tree verification on Multi-head Latent Attention.
+ *
+ *     treemla_problem problem;
+ *     treemla_problem_init(&problem, sizeof problem);
+ *     problem.h_q = 8; ...                                     // shapes, pointers, lengths
+ *     treemla_output output;
+ *     treemla_output_init(&output, sizeof output);
+ *     output.out = ...;
+ *     if (treemla_verify(&problem, &output, NULL) != TREEMLA_OK) puts(treemla_last_error());
+ *
+ * Every function that can fail returns a treemla_status; treemla_last_error() then has one line that names
+ * the argument (by its name in problem.hpp: `kv.scale` is the field kv_scale here), its value and what is
+ * allowed. Nothing prints, exits or throws. Functions may be called from several threads at once; one
+ * treemla_plan is used by one thread at a time.
+ *
+ * The structs are views: nothing is copied or owned, and the pointers must outlive the call that takes them.
+ * New fields are only ever added at the end, and `size` says how far the caller's header goes: always start
+ * from the *_init function. Strides and counts are in elements, never bytes. Shapes are row-major.
+ */
+#ifndef TREEMLA_TREEMLA_H
+#define TREEMLA_TREEMLA_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+#define TREEMLA_NOEXCEPT noexcept
+extern "C" {
+#else
+#define TREEMLA_NOEXCEPT
+#endif
+
+/* ---- status and errors --------------------------------------------------------------------------------- */
+
+typedef enum treemla_status {
+  TREEMLA_OK = 0,
+  TREEMLA_INVALID_ARGUMENT = 1, /* an argument breaks its documented contract */
+  TREEMLA_UNSUPPORTED = 2,      /* valid, but no backend (or not the one asked for) can run it */
+  TREEMLA_BAD_FILE = 3,         /* a case file that lies, is truncated or is no case file at all */
+  TREEMLA_IO_ERROR = 4,         /* the operating system refused to open, read or write a file */
+  TREEMLA_OUT_OF_MEMORY = 5,    /* host or device memory ran out */
+  TREEMLA_DEVICE_ERROR = 6,     /* a device call failed */
+  TREEMLA_INTERNAL_ERROR = 7    /* a bug in the library */
+} treemla_status;
+
+/* Version of the library linked in, "major.minor.patch". */
+const char* treemla_version(void) TREEMLA_NOEXCEPT;
+/* "ok", "invalid argument", ...; "unknown status" for other values. */
+const char* treemla_status_name(treemla_status status) TREEMLA_NOEXCEPT;
+/* Of the last call of this thread that failed, "" before the first. Valid until the next one that fails. */
+const char* treemla_last_error(void) TREEMLA_NOEXCEPT;
+/* The argument, tensor or file field at fault in that call; "" where there is none. */
+const char* treemla_last_error_argument(void) TREEMLA_NOEXCEPT;
+
+/* ---- the problem --------------------------------------------------------------------------------------- */
+
+typedef enum treemla_dtype {
+  TREEMLA_F32 = 0,
+  TREEMLA_F16 = 1,   /* IEEE binary16 */
+  TREEMLA_BF16 = 2,  /* the upper half of an F32 */
+  TREEMLA_F8E4M3 = 3 /* OCP e4m3 "fn", largest value 448; cache only */
+} treemla_dtype;
+
+typedef enum treemla_index_type { TREEMLA_I32 = 0, TREEMLA_I64 = 1 } treemla_index_type;
+
+typedef enum treemla_memory { TREEMLA_MEMORY_HOST = 0, TREEMLA_MEMORY_DEVICE = 1 } treemla_memory;
+
+typedef enum treemla_mask {
+  TREEMLA_MASK_NONE = 0,   /* every node sees every node of its request */
+  TREEMLA_MASK_CAUSAL = 1, /* node i sees nodes 0..i: a chain */
+  TREEMLA_MASK_TREE = 2    /* node i sees itself and its ancestors */
+} treemla_mask;
+
+/* One verification: for request r, tree node i, head h, over the keys j that node i may see (the whole
+ * prefix, and of the request's own tree rows those the mask names),
+ *
+ *     s_j = sm_scale * dot(q[i,h,:], kv[j,:])      lse = log(sum_j exp(s_j))      (natural log)
+ *     out = sum_j exp(s_j - lse) * kv[j, 0:d_v]
+ *
+ * d_qk = d_v + d_rope. A row that sees no key gives out = 0, lse = -inf. Requests of length 0 are inert. */
+typedef struct treemla_problem {
+  size_t size; /* sizeof(treemla_problem), set by treemla_problem_init */
+
+  /* Shape. */
+  int32_t h_q;    /* query heads on this rank, 1..1024 */
+  int32_t d_v;    /* latent width, also the width of a value and of an output row */
+  int32_t d_rope; /* rope width, may be 0 */
+  int32_t b;      /* requests */
+
+  /* Absorbed queries, latent part first. */
+  const void* q;          /* [total_q, h_q, d_qk] */
+  int64_t total_q;        /* tree nodes of all requests together */
+  int64_t q_token_stride; /* elements between nodes; 0 (initial) means h_q * d_qk */
+  int64_t q_head_stride;  /* elements between heads; 0 (initial) means d_qk */
+  int32_t q_dtype;        /* treemla_dtype: F32, F16 or BF16 (initial) */
+
+  /* The pool of cached rows. Rows that no request names are never read into a result. */
+  int32_t kv_dtype;      /* treemla_dtype, BF16 initially */
+  const void* kv;        /* [num_pages, page_size, d_qk] */
+  int64_t num_pages;     /* pages in the pool */
+  int64_t kv_row_stride; /* elements between rows; 0 (initial) means d_qk */
+  double kv_scale;       /* real row = stored row * kv_scale (FP8 caches); 1 initially */
+  int32_t page_size;     /* tokens a page, any value >= 1; 1 initially */
+
+  /* Token t of request r lives in pool row  entry(r, t / page_size) * page_size + t % page_size  with
+   *   page_indptr given (CSR):          entry(r, p) = page_entries[page_indptr[r] + p]
+   *   page_indptr null (block table):   entry(r, p) = page_entries[r * page_stride + p]
+   * Only the first ceil(kv_len / page_size) entries of a request are read: the rest may hold anything. */
+  int32_t page_index_type;    /* treemla_index_type of page_entries, I32 initially */
+  const void* page_entries;   /* [num_page_entries], indices of pages, 0 <= entry < num_pages */
+  int64_t num_page_entries;   /* readable entries */
+  const int32_t* page_indptr; /* [b + 1], or null */
+  int64_t page_stride;        /* block table: entries a request */
+
+  /* Lengths. */
+  const int32_t* q_indptr; /* [b + 1]; request r owns query rows q_indptr[r] .. q_indptr[r + 1] */
+  const int32_t* kv_len;   /* [b] cached rows of a request, its tree rows included: they are the last q_len */
+
+  /* The mask; with TREEMLA_MASK_TREE one of `parents` and `ancestor_bits` (bits win when both are given). */
+  const int32_t* parents; /* [total_q] parent within the request, -1 for its root; parents come first */
+  const uint32_t* ancestor_bits; /* [total_q, words_per_row]; bit j of row i: node i sees node j */
+  int32_t words_per_row;         /* >= ceil(largest q_len / 32) */
+  int32_t mask;                  /* treemla_mask, NONE initially */
+
+  double sm_scale;  /* (d_nope + d_rope)^-0.5 times YaRN's m^2; not derivable from d_qk, so always given */
+  int32_t memory;   /* treemla_memory of every pointer above and of the output; HOST initially */
+  int32_t reserved; /* 0 */
+
+  /* Bounds for lengths that live on the device, where the host can't see them; 0 (initial) = what total_q and
+   * the page table allow. They size workspaces. A request past them comes out inert. */
+  int64_t max_q_len;  /* most tree nodes of a request */
+  int64_t max_kv_len; /* most cached rows of a request */
+} treemla_problem;
+
+typedef struct treemla_output {
+  size_t size;       /* sizeof(treemla_output), set by treemla_output_init */
+  void* out;         /* [total_q, h_q, d_v], contiguous; every element is written */
+  float* lse;        /* [total_q, h_q] natural log; null (initial) if not wanted */
+  int32_t out_dtype; /* treemla_dtype: F32 (initial), F16 or BF16 */
+  int32_t reserved;  /* 0 */
+} treemla_output;
+
+typedef struct treemla_options {
+  size_t size;             /* sizeof(treemla_options), set by treemla_options_init */
+  const char* backend;     /* a name from treemla_backend_at, or "best"; null (initial) means best */
+  void* stream;            /* cudaStream_t of device backends; work is enqueued, never synchronised */
+  int32_t num_threads;     /* CPU backends: threads to use; 0 (initial) = one per core */
+  int32_t batch_invariant; /* nonzero: split boundaries depend on absolute key position only, so the rows of a
+                              request come out bit-equal alone, in any batch, on any number of cores */
+  int32_t split_keys;      /* keys a split when batch_invariant; 0 (initial) = the backend's default */
+  int32_t reserved;        /* 0 */
+} treemla_options;
+
+/* Set every field to its initial value: 0 or null where the field says nothing else. `size` is sizeof(struct)
+ * as the caller compiled it. A null pointer or a `size` of less than one size_t does nothing. */
+void treemla_problem_init(treemla_problem* problem, size_t size) TREEMLA_NOEXCEPT;
+void treemla_output_init(treemla_output* output, size_t size) TREEMLA_NOEXCEPT;
+void treemla_options_init(treemla_options* options, size_t size) TREEMLA_NOEXCEPT;
+
+/* ---- running ------------------------------------------------------------------------------------------- */
+
+/* Every check of the arguments, contents included where they live on the host. `output` may be null. */
+treemla_status treemla_check(const treemla_problem* problem, const treemla_output* output) TREEMLA_NOEXCEPT;
+
+/* The contents of a device problem, which treemla_check cannot see, by the same rules and in the same words.
+ * Rows past q_indptr[b] are allowed: they are padding. Waits for `stream` (a cudaStream_t). */
+treemla_status treemla_check_device_problem(const treemla_problem* problem, void* stream) TREEMLA_NOEXCEPT;
+
+/* treemla_check, then the attention of every row. Synchronous for host problems. `options` may be null. */
+treemla_status treemla_verify(const treemla_problem* problem, const treemla_output* output,
+                              const treemla_options* options) TREEMLA_NOEXCEPT;
+
+/* The same, planned once per step and run once per layer. The options (stream included) are copied. */
+typedef struct treemla_plan treemla_plan;
+
+/* Checks the problem, chooses the backend, splits the work and allocates. On failure *plan is null. */
+treemla_status treemla_plan_create(const treemla_problem* problem, const treemla_options* options,
+                                   treemla_plan** plan) TREEMLA_NOEXCEPT;
+/* Runs with the lengths, page tables and mask that treemla_plan_create or treemla_plan_update saw; q, kv data
+ * and the output may differ (another layer). Shape, dtypes, b and total_q must be the planned ones. Device
+ * problems: only enqueues. One captured graph of treemla_plan_update and treemla_plan_run calls serves every
+ * later content of the lengths, page tables and mask. */
+treemla_status treemla_plan_run(treemla_plan* plan, const treemla_problem* problem,
+                                const treemla_output* output) TREEMLA_NOEXCEPT;
+/* Plans again for other lengths, page tables or mask of a problem of the planned sizes. Device problems:
+ * enqueued on the stream, allocates nothing there, may be captured. */
+treemla_status treemla_plan_update(treemla_plan* plan, const treemla_problem* problem) TREEMLA_NOEXCEPT;
+/* Device problems: waits for the stream and fails if the last create or update, or a run since, met lengths,
+ * page entries or parents that are out of range. Such requests came out inert, or wrong; nothing was read or
+ * written out of bounds. */
+treemla_status treemla_plan_check_device(const treemla_plan* plan) TREEMLA_NOEXCEPT;
+void treemla_plan_destroy(treemla_plan* plan) TREEMLA_NOEXCEPT; /* null is allowed */
+
+/* The chosen backend's name and a description for people; owned by the plan, the description until its next
+ * update. "" for a null plan. */
+const char* treemla_plan_backend(const treemla_plan* plan) TREEMLA_NOEXCEPT;
+const char* treemla_plan_describe(const treemla_plan* plan) TREEMLA_NOEXCEPT;
+size_t treemla_plan_workspace_bytes(const treemla_plan* plan) TREEMLA_NOEXCEPT; /* 0 for a null plan */
+
+/* Backends of this build, in order of preference of "best" among those of the same memory, oracles last. */
+typedef struct treemla_backend_info {
+  size_t size;        /* sizeof(treemla_backend_info), set by the caller */
+  const char* name;   /* both strings are valid as long as the library is loaded */
+  const char* reason; /* why it isn't available, or a line about what it will use */
+  int32_t memory;     /* treemla_memory where its problems live */
+  int32_t available;  /* nonzero: usable on this machine */
+} treemla_backend_info;
+
+/* 0 if the list can't be made (treemla_last_error says why). */
+int32_t treemla_backend_count(void) TREEMLA_NOEXCEPT;
+/* 0 <= index < treemla_backend_count(). Set info->size first. */
+treemla_status treemla_backend_at(int32_t index, treemla_backend_info* info) TREEMLA_NOEXCEPT;
+/* Would `backend` run this problem? TREEMLA_OK, or TREEMLA_UNSUPPORTED with the reason as the error. */
+treemla_status treemla_backend_supports(const char* backend, const treemla_problem* problem) TREEMLA_NOEXCEPT;
+
+/* ---- draft trees --------------------------------------------------------------------------------------- */
+
+/* A tree of q_len nodes is its parents array: parents[0] = -1 (the root), 0 <= parents[i] < i for the others.
+ * Other encodings (prefix_len cached tokens before the tree):
+ *
+ *   ancestor bits   [q_len, words], words >= treemla_words_per_row(q_len); bit j of row i: i sees node j
+ *   dense           [q_len, q_len] bytes, nonzero = attend; SGLang's QLEN_ONLY has the same bytes
+ *   full mask       [q_len, prefix_len + q_len] bytes: SGLang's FULL_MASK; only its q_len x q_len tail tells
+ *   retrieve links  next_token[i] = first child, next_sibling[i] = next sibling, -1 ends
+ *
+ * One call converts one request. Outputs are buffers of the caller, unchanged on failure. */
+
+/* 32-bit words an ancestor-bit row of a q_len-node tree needs: ceil(q_len / 32). */
+int32_t treemla_words_per_row(int32_t q_len) TREEMLA_NOEXCEPT;
+
+/* Exactly one root, at node 0, and every other parent before its child. */
+treemla_status treemla_check_parents(const int32_t* parents /* [q_len] */, int32_t q_len) TREEMLA_NOEXCEPT;
+treemla_status treemla_tree_depths(const int32_t* parents, int32_t q_len,
+                                   int32_t* depths /* [q_len] */) TREEMLA_NOEXCEPT;
+/* prefix_len + depth: siblings share a position. */
+treemla_status treemla_tree_positions(const int32_t* parents, int32_t q_len, int64_t prefix_len,
+                                      int32_t* positions /* [q_len] */) TREEMLA_NOEXCEPT;
+
+treemla_status treemla_bits_from_parents(const int32_t* parents, int32_t q_len, int32_t words,
+                                         uint32_t* bits) TREEMLA_NOEXCEPT;
+treemla_status treemla_dense_from_parents(const int32_t* parents, int32_t q_len,
+                                          uint8_t* dense) TREEMLA_NOEXCEPT;
+treemla_status treemla_full_mask_from_parents(const int32_t* parents, int32_t q_len, int64_t prefix_len,
+                                              uint8_t* full_mask) TREEMLA_NOEXCEPT;
+
+/* From masks that need not be trees: any pattern is carried over. */
+treemla_status treemla_bits_from_dense(const uint8_t* dense, int32_t q_len, int32_t words,
+                                       uint32_t* bits) TREEMLA_NOEXCEPT;
+treemla_status treemla_dense_from_bits(const uint32_t* bits, int32_t q_len, int32_t words,
+                                       uint8_t* dense) TREEMLA_NOEXCEPT;
+/* Also checks that no prefix token is masked: the whole prefix is always read. */
+treemla_status treemla_bits_from_full_mask(const uint8_t* full_mask, int32_t q_len, int64_t prefix_len,
+                                           int32_t words, uint32_t* bits) TREEMLA_NOEXCEPT;
+
+/* The tree behind a mask; fails if the mask is not the ancestor relation of one tree. parents: [q_len]. */
+treemla_status treemla_parents_from_bits(const uint32_t* bits, int32_t q_len, int32_t words,
+                                         int32_t* parents) TREEMLA_NOEXCEPT;
+treemla_status treemla_parents_from_dense(const uint8_t* dense, int32_t q_len,
+                                          int32_t* parents) TREEMLA_NOEXCEPT;
+treemla_status treemla_parents_from_full_mask(const uint8_t* full_mask, int32_t q_len, int64_t prefix_len,
+                                              int32_t* parents) TREEMLA_NOEXCEPT;
+
+/* next_token, next_sibling: [q_len], children in numbering order. */
+treemla_status treemla_links_from_parents(const int32_t* parents, int32_t q_len, int32_t* next_token,
+                                          int32_t* next_sibling) TREEMLA_NOEXCEPT;
+/* Rejects cycles, orphans, nodes reached twice, parents after their children and indices past the end. */
+treemla_status treemla_parents_from_links(const int32_t* next_token, const int32_t* next_sibling,
+                                          int32_t q_len, int32_t* parents) TREEMLA_NOEXCEPT;
+
+/* The ancestor bits of a ragged batch: row q_indptr[r] + i holds node i of request r. parents: [total_q],
+ * q_indptr: [b + 1], bits: [total_q, words] with words >= treemla_words_per_row(largest q_len). */
+treemla_status treemla_batch_bits_from_parents(const int32_t* parents, const int32_t* q_indptr, int32_t b,
+                                               int32_t words, uint32_t* bits) TREEMLA_NOEXCEPT;
+
+/* ---- case files ---------------------------------------------------------------------------------------- */
+
+/* A recorded call with its expected result (.kdtr, a safetensors file). */
+typedef struct treemla_case treemla_case;
+
+/* Maps and validates a case; on failure *c is null. Errors name the file, the field, its value or offset. */
+treemla_status treemla_case_read(const char* path, treemla_case** c) TREEMLA_NOEXCEPT;
+/* The same for bytes in memory (copied). */
+treemla_status treemla_case_parse(const void* data, size_t bytes, treemla_case** c) TREEMLA_NOEXCEPT;
+/* Fills `problem`, initialised by treemla_problem_init, with views that are valid until treemla_case_free. */
+treemla_status treemla_case_problem(const treemla_case* c, treemla_problem* problem) TREEMLA_NOEXCEPT;
+/* The expected result: [total_q, h_q, d_v] and [total_q, h_q]; null where the case has none. */
+const float* treemla_case_expected_out(const treemla_case* c) TREEMLA_NOEXCEPT;
+const float* treemla_case_expected_lse(const treemla_case* c) TREEMLA_NOEXCEPT;
+void treemla_case_free(treemla_case* c) TREEMLA_NOEXCEPT; /* null is allowed */
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
