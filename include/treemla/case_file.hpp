@@ -65,7 +65,8 @@ Case read_case(const std::string& path);
 Case parse_case(const void* data, std::size_t size, const std::string& name = "case");
 
 // Writes atomically (a temporary file in the same folder, then rename): a failure leaves an existing file as it was.
-// write_case(read_case(f)) reproduces f byte for byte if f was written by this function or holds compact JSON.
+// write_case(read_case(f)) reproduces f byte for byte if f was written by this function or by the safetensors package:
+// docs/KDTR.md says what that takes.
 void write_case(const Case& c, const std::string& path);
 std::vector<std::byte> serialize_case(const Case& c);
 
