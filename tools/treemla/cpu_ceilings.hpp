@@ -1,0 +1,17 @@
+// What this CPU can do at best, measured: the ceilings that a benchmark's rows are held against.
+#pragma once
+
+namespace treemla::cli {
+
+struct CpuCeilings {
+  int threads = 0;
+  double fma_flops_per_s = 0;  // float32 fused multiply-add on every thread at once, 2 operations an FMA
+  double read_bytes_per_s =
+      0;  // streaming reads by every thread of a buffer that no cache holds; 0: no memory for it
+  double buffer_bytes = 0;  // of that buffer
+};
+
+// Takes about two seconds.
+CpuCeilings measure_cpu_ceilings(int threads);
+
+}  // namespace treemla::cli
