@@ -1,6 +1,7 @@
 #include "conformance.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <limits>
 #include <random>
@@ -27,12 +28,15 @@ CaseSpec make_spec(std::vector<RequestSpec> requests, int h_q, TreeKind tree = T
 }
 
 // Copies rows of `width` elements to rows of `stride` elements, NaN between them.
-std::vector<unsigned char> spread(const void* from, DType dtype, int64_t rows, int64_t width, int64_t stride) {
+std::vector<unsigned char> spread(const void* from, DType dtype, int64_t rows, int64_t width,
+                                  int64_t stride) {
   const int64_t size = static_cast<int64_t>(dtype_bytes(dtype));
   std::vector<unsigned char> to(std::max<int64_t>(1, rows * stride * size));
-  for (int64_t i = 0; i < rows * stride; ++i) store_element(to.data(), dtype, i, std::numeric_limits<float>::quiet_NaN());
+  for (int64_t i = 0; i < rows * stride; ++i)
+    store_element(to.data(), dtype, i, std::numeric_limits<float>::quiet_NaN());
   for (int64_t r = 0; r < rows; ++r)
-    std::memcpy(to.data() + r * stride * size, static_cast<const char*>(from) + r * width * size, width * size);
+    std::memcpy(to.data() + r * stride * size, static_cast<const char*>(from) + r * width * size,
+                width * size);
   return to;
 }
 
@@ -41,10 +45,16 @@ std::vector<unsigned char> spread(const void* from, DType dtype, int64_t rows, i
 std::ostream& operator<<(std::ostream& out, const CaseParam& p) {
   return out << describe(p.spec)
              << fmt::format(" {}{}{}{} out={}{}{}", p.form.block_table ? "block-table" : "csr",
-                            p.form.index_type == IndexType::kI64 ? " int64" : "", p.form.ancestor_bits ? " bits" : "",
-                            p.form.strided ? " strided" : "", dtype_name(p.form.out_dtype),
+                            p.form.index_type == IndexType::kI64 ? " int64" : "",
+                            p.form.ancestor_bits ? " bits" : "", p.form.strided ? " strided" : "",
+                            dtype_name(p.form.out_dtype),
                             p.options.batch_invariant ? fmt::format(" split={}", p.options.split_keys) : "",
                             p.options.num_threads ? fmt::format(" threads={}", p.options.num_threads) : "");
+}
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](float x, float y) { return std::bit_cast<uint32_t>(x) == std::bit_cast<uint32_t>(y); });
 }
 
 std::vector<CaseParam> smoke_cases() {
@@ -64,7 +74,10 @@ std::vector<CaseParam> smoke_cases() {
     p.spec.mask = mask;
     p.spec.page_size = 16;
     list.push_back(p);
-    p.form = {.block_table = true, .index_type = IndexType::kI64, .ancestor_bits = mask == MaskKind::kTree, .strided = true};
+    p.form = {.block_table = true,
+              .index_type = IndexType::kI64,
+              .ancestor_bits = mask == MaskKind::kTree,
+              .strided = true};
     list.push_back(p);
   }
   for (TreeKind tree : {TreeKind::kChain, TreeKind::kStar, TreeKind::kBinary, TreeKind::kDdtree})
@@ -74,8 +87,11 @@ std::vector<CaseParam> smoke_cases() {
 
 std::vector<CaseParam> corner_cases() {
   std::vector<CaseParam> list;
-  auto add = [&](CaseSpec spec, Form form = {}, RunOptions options = {}) { list.push_back({std::move(spec), form, options}); };
-  // Lengths: the prefix ends on, before and after a tile; no prefix; one key; tile counts around the number of workers.
+  auto add = [&](CaseSpec spec, Form form = {}, RunOptions options = {}) {
+    list.push_back({std::move(spec), form, options});
+  };
+  // Lengths: the prefix ends on, before and after a tile; no prefix; one key; tile counts around the number
+  // of workers.
   for (int64_t prefix : {0, 1, 31, 54, 55, 56, 63, 64, 65, 127, 128, 129}) add(make_spec({{prefix, 9}}, 3));
   add(make_spec({{0, 1}}, 1));
   add(make_spec({{1, 1}}, 128));
@@ -90,7 +106,8 @@ std::vector<CaseParam> corner_cases() {
   for (int h : {5, 7, 10, 12, 20, 40, 96, 126}) add(make_spec({{90, 4}}, h));
   add(make_spec({{80, 33}}, 64));
   // Widths of other models, and odd ones that no vector divides.
-  for (MlaShape shape : {MlaShape{16, 256, 64}, MlaShape{8, 256, 32}, MlaShape{8, 512, 0}, MlaShape{5, 37, 3}, MlaShape{2, 1, 0}}) {
+  for (MlaShape shape : {MlaShape{16, 256, 64}, MlaShape{8, 256, 32}, MlaShape{8, 512, 0}, MlaShape{5, 37, 3},
+                         MlaShape{2, 1, 0}}) {
     CaseSpec s = make_spec({{140, 6}, {20, 3}}, shape.h_q);
     s.shape = shape;
     add(s);
@@ -120,7 +137,9 @@ std::vector<CaseParam> corner_cases() {
   }
   // Splits: more workers than tiles, batch-invariant splits shorter and longer than a request.
   for (int threads : {1, 2, 3, 7}) add(make_spec({{1000, 9}, {3, 2}}, 8), {}, {.num_threads = threads});
-  for (int keys : {1, 64, 100, 256, 1 << 20}) add(make_spec({{1000, 9}, {3, 2}}, 8), {}, {.num_threads = 3, .batch_invariant = true, .split_keys = keys});
+  for (int keys : {1, 64, 100, 256, 1 << 20})
+    add(make_spec({{1000, 9}, {3, 2}}, 8), {},
+        {.num_threads = 3, .batch_invariant = true, .split_keys = keys});
   return list;
 }
 
@@ -133,7 +152,9 @@ std::vector<CaseParam> random_cases(int count, uint64_t seed) {
     CaseSpec& s = p.spec;
     const int b = 1 + upto(4);
     for (int r = 0; r < b; ++r)
-      s.requests.push_back(upto(9) == 0 ? RequestSpec{0, 0} : RequestSpec{upto(3) ? upto(400) : upto(2), static_cast<int>(1 + (upto(3) ? upto(12) : upto(70)))});
+      s.requests.push_back(upto(9) == 0 ? RequestSpec{0, 0}
+                                        : RequestSpec{upto(3) ? upto(400) : upto(2),
+                                                      static_cast<int>(1 + (upto(3) ? upto(12) : upto(70)))});
     const MlaShape shapes[] = {{0, 512, 64}, {0, 512, 64}, {0, 256, 64}, {0, 256, 32}, {0, 512, 0}};
     s.shape = shapes[upto(4)];
     const int heads[] = {1, 2, 3, 8, 10, 16, 20, 33};
@@ -185,7 +206,9 @@ void Instance::reshape(const Form& form) {
 
   // The used entries of each request, in the layout asked for; everything else poisoned.
   const PageTable csr = p.pages;
-  auto pages_of = [&](int r) { return (static_cast<int64_t>(p.kv_len[r]) + p.kv.page_size - 1) / p.kv.page_size; };
+  auto pages_of = [&](int r) {
+    return (static_cast<int64_t>(p.kv_len[r]) + p.kv.page_size - 1) / p.kv.page_size;
+  };
   int64_t most = 0;
   for (int r = 0; r < p.b; ++r) most = std::max(most, pages_of(r));
   if (form.block_table || form.index_type == IndexType::kI64) {
@@ -196,8 +219,10 @@ void Instance::reshape(const Form& form) {
         entries64_[(form.block_table ? r * stride : csr.indptr[r]) + i] = page_entry(csr, csr.indptr[r] + i);
     entries32_.assign(entries64_.begin(), entries64_.end());
     p.pages.index_type = form.index_type;
-    if (form.index_type == IndexType::kI64) p.pages.entries = entries64_.data();
-    else p.pages.entries = entries32_.data();
+    if (form.index_type == IndexType::kI64)
+      p.pages.entries = entries64_.data();
+    else
+      p.pages.entries = entries32_.data();
     p.pages.num_entries = count;
     if (form.block_table) {
       p.pages.indptr = nullptr;
@@ -217,7 +242,8 @@ void Instance::reshape(const Form& form) {
 
 void Instance::poison_output() {
   const int64_t rows = problem_.q.total_q * problem_.shape.h_q, n = rows * problem_.shape.d_v;
-  out_.assign(std::max<int64_t>(1, n * static_cast<int64_t>(dtype_bytes(form_.out_dtype))), 0xFF);  // NaN in every dtype
+  out_.assign(std::max<int64_t>(1, n * static_cast<int64_t>(dtype_bytes(form_.out_dtype))),
+              0xFF);  // NaN in every dtype
   lse_.assign(rows, std::numeric_limits<float>::quiet_NaN());
 }
 
@@ -226,7 +252,8 @@ VerifyOutput Instance::output() { return {out_.data(), form_.out_dtype, lse_.dat
 
 std::vector<float> Instance::out() const {
   std::vector<float> out(problem_.q.total_q * problem_.shape.h_q * problem_.shape.d_v);
-  for (size_t i = 0; i < out.size(); ++i) out[i] = load_element(out_.data(), form_.out_dtype, static_cast<int64_t>(i));
+  for (size_t i = 0; i < out.size(); ++i)
+    out[i] = load_element(out_.data(), form_.out_dtype, static_cast<int64_t>(i));
   return out;
 }
 
@@ -234,8 +261,8 @@ Comparison Instance::judge() const {
   const Precision precision = form_.out_dtype == DType::kF32    ? Precision::kF32
                               : form_.out_dtype == DType::kBF16 ? Precision::kBF16
                                                                 : Precision::kF16;
-  return compare(problem_.shape, problem_.q.total_q, out().data(), case_.expected_out(), lse_.data(), case_.expected_lse(),
-                 precision);
+  return compare(problem_.shape, problem_.q.total_q, out().data(), case_.expected_out(), lse_.data(),
+                 case_.expected_lse(), precision);
 }
 
 }  // namespace treemla::test

@@ -34,7 +34,11 @@ std::vector<CaseParam> smoke_cases();
 std::vector<CaseParam> corner_cases();
 std::vector<CaseParam> random_cases(int count, uint64_t seed);
 
-// A generated case in the form asked for, with expected values, poison in everything unreachable and an output of NaN.
+// Equal as bits: NaN equals itself, 0 differs from -0.
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b);
+
+// A generated case in the form asked for, with expected values, poison in everything unreachable and an
+// output of NaN.
 class Instance {
  public:
   explicit Instance(const CaseParam& param);

@@ -1,8 +1,8 @@
-// What must hold whatever the numbers are: laws of attention over trees, of splits and of the planned interface.
+// What must hold whatever the numbers are: laws of attention over trees, of splits and of the planned
+// interface.
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <numeric>
 #include <thread>
@@ -21,7 +21,8 @@ namespace {
 
 using Floats = std::vector<float>;
 
-// A problem in plain arrays that tests can take apart: fp32, page size 1, cached token t of request r in row rows[r][t].
+// A problem in plain arrays that tests can take apart: fp32, page size 1, cached token t of request r in row
+// rows[r][t].
 struct Loose {
   MlaShape shape{4, 512, 64};
   MaskKind mask = MaskKind::kTree;
@@ -70,8 +71,10 @@ struct Loose {
     return p;
   }
 
-  // Request r's nodes `nodes` alone, as a batch of one; its cache is the prefix and the listed nodes' rows, in that order.
-  Loose only(int r, const std::vector<int>& nodes, std::vector<int32_t> new_parents, MaskKind new_mask) const {
+  // Request r's nodes `nodes` alone, as a batch of one; its cache is the prefix and the listed nodes' rows,
+  // in that order.
+  Loose only(int r, const std::vector<int>& nodes, std::vector<int32_t> new_parents,
+             MaskKind new_mask) const {
     Loose one = *this;
     one.mask = new_mask;
     one.parents = std::move(new_parents);
@@ -95,7 +98,8 @@ struct Result {
   Floats node(const Loose& l, int row) const {
     const int64_t n = static_cast<int64_t>(l.shape.h_q) * l.shape.d_v;
     Floats f(out.begin() + row * n, out.begin() + (row + 1) * n);
-    f.insert(f.end(), lse.begin() + static_cast<int64_t>(row) * l.shape.h_q, lse.begin() + static_cast<int64_t>(row + 1) * l.shape.h_q);
+    f.insert(f.end(), lse.begin() + static_cast<int64_t>(row) * l.shape.h_q,
+             lse.begin() + static_cast<int64_t>(row + 1) * l.shape.h_q);
     return f;
   }
 };
@@ -105,10 +109,6 @@ Result run(const VerifyProblem& p, const RunOptions& options = {}) {
   Result r{Floats(p.q.total_q * p.shape.h_q * p.shape.d_v, nan), Floats(p.q.total_q * p.shape.h_q, nan)};
   verify(p, {r.out.data(), DType::kF32, r.lse.data()}, options);
   return r;
-}
-
-bool same_bits(const Floats& a, const Floats& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
 double worst(const Floats& a, const Floats& b) {
@@ -172,14 +172,16 @@ TEST(Trees, RenumberingNodesPermutesRows) {
   std::vector<int> order(n), depth(n, 0), to(n);
   for (int i = 1; i < n; ++i) depth[i] = depth[l.parents[i]] + 1;
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return depth[a] != depth[b] ? depth[a] < depth[b] : a > b; });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int a, int b) { return depth[a] != depth[b] ? depth[a] < depth[b] : a > b; });
   for (int i = 0; i < n; ++i) to[order[i]] = i;
   std::vector<int32_t> parents(n);
   for (int i = 0; i < n; ++i) parents[i] = order[i] == 0 ? -1 : to[l.parents[order[i]]];
   ASSERT_NE(parents, l.parents);
   const Loose moved = l.only(0, order, parents, MaskKind::kTree);
   const Result a = run(l.problem()), b = run(moved.problem());
-  for (int i = 0; i < n; ++i) EXPECT_LE(worst(a.node(l, order[i]), b.node(moved, i)), kSameWithin) << "node " << order[i];
+  for (int i = 0; i < n; ++i)
+    EXPECT_LE(worst(a.node(l, order[i]), b.node(moved, i)), kSameWithin) << "node " << order[i];
 }
 
 TEST(Trees, MaskIsNotIgnored) {
@@ -199,7 +201,8 @@ TEST(Trees, RowWithoutAnyKeyGivesZeroAndMinusInfinity) {
   for (const char* backend : {"cpu_oracle", "cpu_simd"}) {
     const Result r = run(p, {.backend = backend});
     const Floats node = r.node(l, 1);
-    for (int h = 0; h < l.shape.h_q; ++h) EXPECT_EQ(r.lse[l.shape.h_q + h], -std::numeric_limits<float>::infinity());
+    for (int h = 0; h < l.shape.h_q; ++h)
+      EXPECT_EQ(r.lse[l.shape.h_q + h], -std::numeric_limits<float>::infinity());
     for (int i = 0; i < l.shape.h_q * l.shape.d_v; ++i) ASSERT_EQ(node[i], 0.0f);
     EXPECT_TRUE(std::isfinite(r.out[0]));
   }
@@ -211,17 +214,21 @@ TEST(Trees, GarbageInAHiddenTreeRowStaysThere) {
   const int n = 33;
   Loose clean(make({{100, n}, {5, 4}}));
   for (int bad : {1, 5, 32}) {
-    for (auto [column, value] : std::vector<std::pair<int, float>>{{0, nan}, {511, nan}, {575, nan}, {3, inf}, {570, -inf}}) {
+    for (auto [column, value] :
+         std::vector<std::pair<int, float>>{{0, nan}, {511, nan}, {575, nan}, {3, inf}, {570, -inf}}) {
       Loose l = clean;
       l.kv[static_cast<int64_t>(l.entries[100 + bad]) * l.shape.d_qk() + column] = value;
-      const Result expected = run(l.problem(), {.backend = "cpu_oracle"}), r = run(l.problem(), {.backend = "cpu_simd"});
-      const Comparison c = compare(l.shape, n + 4, r.out.data(), expected.out.data(), r.lse.data(), expected.lse.data(), Precision::kF32);
+      const Result expected = run(l.problem(), {.backend = "cpu_oracle"}),
+                   r = run(l.problem(), {.backend = "cpu_simd"});
+      const Comparison c = compare(l.shape, n + 4, r.out.data(), expected.out.data(), r.lse.data(),
+                                   expected.lse.data(), Precision::kF32);
       EXPECT_TRUE(c.ok) << "node " << bad << " column " << column << " = " << value << ": " << c.failure;
       const Result before = run(clean.problem());
       for (int i = 0; i < n; ++i) {
         const std::vector<int> path = path_to(l.parents, i);
         if (std::find(path.begin(), path.end(), bad) != path.end()) continue;
-        EXPECT_TRUE(same_bits(before.node(l, i), r.node(l, i))) << "node " << i << " does not see node " << bad;
+        EXPECT_TRUE(same_bits(before.node(l, i), r.node(l, i)))
+            << "node " << i << " does not see node " << bad;
       }
     }
   }
@@ -234,10 +241,14 @@ TEST(Garbage, InVisibleDataComesOutWhereTheOracleHasIt) {
   for (float value : {nan, inf, -inf}) {
     for (bool in_q : {false, true}) {
       Loose l = clean;
-      if (in_q) l.q[3 * l.row_width() + l.shape.d_qk() + 17] = value;  // node 3, head 1
-      else l.kv[static_cast<int64_t>(l.entries[66]) * l.shape.d_qk() + 530] = value;
-      const Result expected = run(l.problem(), {.backend = "cpu_oracle"}), r = run(l.problem(), {.backend = "cpu_simd"});
-      const Comparison c = compare(l.shape, 14, r.out.data(), expected.out.data(), r.lse.data(), expected.lse.data(), Precision::kF32);
+      if (in_q)
+        l.q[3 * l.row_width() + l.shape.d_qk() + 17] = value;  // node 3, head 1
+      else
+        l.kv[static_cast<int64_t>(l.entries[66]) * l.shape.d_qk() + 530] = value;
+      const Result expected = run(l.problem(), {.backend = "cpu_oracle"}),
+                   r = run(l.problem(), {.backend = "cpu_simd"});
+      const Comparison c = compare(l.shape, 14, r.out.data(), expected.out.data(), r.lse.data(),
+                                   expected.lse.data(), Precision::kF32);
       EXPECT_TRUE(c.ok) << value << (in_q ? " in q: " : " in kv: ") << c.failure;
     }
   }
@@ -246,8 +257,11 @@ TEST(Garbage, InVisibleDataComesOutWhereTheOracleHasIt) {
 TEST(Splits, ChangeNothingBeyondTolerance) {
   const Loose l(make({{3000, 9}, {100, 5}}));
   const Result one = run(l.problem(), {.num_threads = 1});
-  for (int threads : {2, 3, 5, 16}) EXPECT_LE(worst(run(l.problem(), {.num_threads = threads}).out, one.out), kSameWithin);
-  for (int keys : {64, 640}) EXPECT_LE(worst(run(l.problem(), {.batch_invariant = true, .split_keys = keys}).out, one.out), kSameWithin);
+  for (int threads : {2, 3, 5, 16})
+    EXPECT_LE(worst(run(l.problem(), {.num_threads = threads}).out, one.out), kSameWithin);
+  for (int keys : {64, 640})
+    EXPECT_LE(worst(run(l.problem(), {.batch_invariant = true, .split_keys = keys}).out, one.out),
+              kSameWithin);
 }
 
 TEST(BatchInvariant, RowsAreBitEqualAloneInAnyBatchOnAnyNumberOfThreads) {
@@ -258,16 +272,19 @@ TEST(BatchInvariant, RowsAreBitEqualAloneInAnyBatchOnAnyNumberOfThreads) {
     for (int threads : {1, 2, 7}) {
       options.num_threads = threads;
       const Result again = run(l.problem(), options);
-      EXPECT_TRUE(same_bits(batch.out, again.out) && same_bits(batch.lse, again.lse)) << threads << " threads";
+      EXPECT_TRUE(same_bits(batch.out, again.out) && same_bits(batch.lse, again.lse))
+          << threads << " threads";
     }
     for (int r = 0; r < l.b(); ++r) {
       if (l.q_len(r) == 0) continue;
       std::vector<int> nodes(l.q_len(r));
       std::iota(nodes.begin(), nodes.end(), 0);
-      const Loose alone = l.only(r, nodes, {l.parents.begin() + l.q_indptr[r], l.parents.begin() + l.q_indptr[r + 1]}, l.mask);
+      const Loose alone = l.only(
+          r, nodes, {l.parents.begin() + l.q_indptr[r], l.parents.begin() + l.q_indptr[r + 1]}, l.mask);
       const Result one = run(alone.problem(), options);
       for (int i = 0; i < l.q_len(r); ++i)
-        EXPECT_TRUE(same_bits(one.node(alone, i), batch.node(l, l.q_indptr[r] + i))) << "request " << r << " node " << i;
+        EXPECT_TRUE(same_bits(one.node(alone, i), batch.node(l, l.q_indptr[r] + i)))
+            << "request " << r << " node " << i;
     }
   }
 }
@@ -279,7 +296,8 @@ TEST(BatchInvariant, ChainAtOnceEqualsTokenByToken) {
   const Result at_once = run(l.problem(), options);
   for (int i = 0; i < n; ++i) {
     Loose step = l;
-    step.q.assign(l.q.begin() + static_cast<int64_t>(i) * l.row_width(), l.q.begin() + static_cast<int64_t>(i + 1) * l.row_width());
+    step.q.assign(l.q.begin() + static_cast<int64_t>(i) * l.row_width(),
+                  l.q.begin() + static_cast<int64_t>(i + 1) * l.row_width());
     step.q_indptr = {0, 1};
     step.kv_len = {120 + i + 1};
     step.indptr = {0, step.kv_len[0]};
@@ -346,7 +364,8 @@ TEST(VerifierTest, ErrorsNameArgumentValueAndWhatIsAllowed) {
   EXPECT_THAT(error_of([&] { verify(l.problem(), o, {.backend = "cpu_simdd"}); }),
               testing::AllOf(HasSubstr("cpu_simdd"), HasSubstr("best"), HasSubstr("cpu_oracle")));
   EXPECT_THAT(error_of([&] { verify(l.problem(), o, {.num_threads = -1}); }), HasSubstr("num_threads = -1"));
-  EXPECT_THAT(error_of([&] { verify(l.problem(), o, {.batch_invariant = true, .split_keys = -64}); }), HasSubstr("split_keys = -64"));
+  EXPECT_THAT(error_of([&] { verify(l.problem(), o, {.batch_invariant = true, .split_keys = -64}); }),
+              HasSubstr("split_keys = -64"));
   EXPECT_THAT(error_of([&] { verify(l.problem(), o, {.split_keys = 64}); }), HasSubstr("batch_invariant"));
   EXPECT_THAT(error_of([&] { verify(l.problem(), {nullptr, DType::kF32, nullptr}); }), HasSubstr("out"));
   EXPECT_THAT(error_of([&] { Verifier().run(l.problem(), o); }), HasSubstr("plan()"));

@@ -28,7 +28,8 @@ TEST_P(SimdTarget, MatchesTheOracle) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, SimdTarget, testing::ValuesIn(simd_targets()), [](const auto& target) { return target.param; });
+INSTANTIATE_TEST_SUITE_P(All, SimdTarget, testing::ValuesIn(simd_targets()),
+                         [](const auto& target) { return target.param; });
 
 TEST(SimdTargets, UnknownNamesAreRefused) {
   const std::vector<std::string> before = simd_targets();

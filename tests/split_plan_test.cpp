@@ -1,4 +1,5 @@
-// The split planner: every key of every row has exactly one owner, work is balanced, invariant splits do not move.
+// The split planner: every key of every row has exactly one owner, work is balanced, invariant splits do not
+// move.
 
 #include <map>
 #include <random>
@@ -44,10 +45,12 @@ SplitParams random_params(std::mt19937_64& rng) {
   return p;
 }
 
-// Every (row, key) of every live request covered once; partials unique, in range, and merged in key order exactly once.
+// Every (row, key) of every live request covered once; partials unique, in range, and merged in key order
+// exactly once.
 void check_coverage(const SplitPlan& plan, const Batch& batch) {
   const SplitParams& p = plan.params;
-  std::map<std::pair<int, int>, std::map<int, const WorkItem*>> pieces;  // (request, row tile) -> key_begin -> item
+  std::map<std::pair<int, int>, std::map<int, const WorkItem*>>
+      pieces;  // (request, row tile) -> key_begin -> item
   std::set<int> slots;
   int last_worker = 0;
   for (const WorkItem& i : plan.items) {
@@ -64,7 +67,8 @@ void check_coverage(const SplitPlan& plan, const Batch& batch) {
     }
   }
   std::map<std::pair<int, int>, const CombineItem*> combines;
-  for (const CombineItem& c : plan.combines) ASSERT_TRUE(combines.emplace(std::make_pair(c.request, c.row_begin), &c).second);
+  for (const CombineItem& c : plan.combines)
+    ASSERT_TRUE(combines.emplace(std::make_pair(c.request, c.row_begin), &c).second);
 
   size_t pairs = 0;
   for (size_t r = 0; r < batch.q_len.size(); ++r) {
@@ -170,7 +174,8 @@ TEST(SplitPlanTest, InvariantSplitsDependOnTheRequestAlone) {
     for (size_t r = 0; r < batch.q_len.size(); ++r) {
       SplitParams other = p;
       other.num_workers = 1 + rng() % 300;
-      const SplitPlan alone = make_split_plan(other, std::span(&batch.q_len[r], 1), std::span(&batch.kv_len[r], 1));
+      const SplitPlan alone =
+          make_split_plan(other, std::span(&batch.q_len[r], 1), std::span(&batch.kv_len[r], 1));
       EXPECT_EQ(boundaries(together, static_cast<int>(r)), boundaries(alone, 0));
     }
   }
@@ -211,7 +216,8 @@ TEST(SplitPlanTest, PrintsItself) {
   p.tile = cpu_simd_tile(9 * 64);
   const Batch batch{{9}, {4105}};
   const SplitPlan plan = make_split_plan(p, batch.q_len, batch.kv_len);
-  EXPECT_THAT(describe(plan), testing::AllOf(testing::HasSubstr("192 rows x 64 keys"), testing::HasSubstr("on 2 of 2 workers")));
+  EXPECT_THAT(describe(plan), testing::AllOf(testing::HasSubstr("192 rows x 64 keys"),
+                                             testing::HasSubstr("on 2 of 2 workers")));
   EXPECT_THAT(list_items(plan, 1), testing::HasSubstr("... "));
 }
 

@@ -19,10 +19,12 @@ void check_options(const RunOptions& o) {
     throw Error(ErrorCode::kInvalidArgument, name, fmt::format("{} = {}: must be {}", name, value, allowed));
   };
   constexpr int kMaxThreads = 4096;
-  if (o.num_threads < 0 || o.num_threads > kMaxThreads) fail("num_threads", o.num_threads, "0 (one a core) to 4096");
+  if (o.num_threads < 0 || o.num_threads > kMaxThreads)
+    fail("num_threads", o.num_threads, "0 (one a core) to 4096");
   if (o.split_keys < 0) fail("split_keys", o.split_keys, "0 (the backend's default) or more");
   if (o.split_keys > 0 && !o.batch_invariant)
-    fail("split_keys", o.split_keys, "0 unless batch_invariant is set: balanced splits choose their own length");
+    fail("split_keys", o.split_keys,
+         "0 unless batch_invariant is set: balanced splits choose their own length");
 }
 
 // The parts of a problem that a plan was made for.
@@ -35,10 +37,19 @@ struct Planned {
   Memory memory;
   bool reads_kv;  // check_problem() has seen to it that kv.data is there if any row is read
   explicit Planned(const VerifyProblem& p)
-      : shape(p.shape), b(p.b), total_q(p.q.total_q), q_token_stride(treemla::q_token_stride(p)),
-        q_head_stride(treemla::q_head_stride(p)), num_pages(p.kv.num_pages), row_stride(kv_row_stride(p)), max_q_len(p.max_q_len), max_kv_len(p.max_kv_len),
+      : shape(p.shape),
+        b(p.b),
+        total_q(p.q.total_q),
+        q_token_stride(treemla::q_token_stride(p)),
+        q_head_stride(treemla::q_head_stride(p)),
+        num_pages(p.kv.num_pages),
+        row_stride(kv_row_stride(p)),
+        max_q_len(p.max_q_len),
+        max_kv_len(p.max_kv_len),
         q_dtype(p.q.dtype),
-        kv_dtype(p.kv.dtype), page_size(p.kv.page_size), memory(p.memory),
+        kv_dtype(p.kv.dtype),
+        page_size(p.kv.page_size),
+        memory(p.memory),
         reads_kv(p.kv.data != nullptr) {}
 
   // Throws for the first field in which `p` differs.
@@ -71,12 +82,14 @@ struct Planned {
 void check_layer(const char* name, const void* data, DType dtype, bool is_read) {
   if (is_read && !data) throw Error(ErrorCode::kInvalidArgument, name, fmt::format("{} is null", name));
   if (reinterpret_cast<std::uintptr_t>(data) % dtype_bytes(dtype) != 0)
-    throw Error(ErrorCode::kInvalidArgument, name, fmt::format("{} = {} must be aligned to {} bytes", name, data, dtype_bytes(dtype)));
+    throw Error(ErrorCode::kInvalidArgument, name,
+                fmt::format("{} = {} must be aligned to {} bytes", name, data, dtype_bytes(dtype)));
 }
 
 void check_layer_scale(const char* name, double scale) {
   if (!(scale > 0) || !std::isfinite(scale))
-    throw Error(ErrorCode::kInvalidArgument, name, fmt::format("{} = {} must be finite and above 0", name, scale));
+    throw Error(ErrorCode::kInvalidArgument, name,
+                fmt::format("{} = {} must be finite and above 0", name, scale));
 }
 
 struct Release {
@@ -162,7 +175,8 @@ void Verifier::run(const VerifyProblem& problem, const VerifyOutput& output) {
 const std::string& Verifier::backend() const { return impl_->backend_name; }
 std::size_t Verifier::workspace_bytes() const { return impl_->plan ? impl_->plan->workspace_bytes() : 0; }
 std::string Verifier::describe() const {
-  return impl_->plan ? fmt::format("backend      {}\n", impl_->backend_name) + impl_->plan->describe() : "no plan yet\n";
+  return impl_->plan ? fmt::format("backend      {}\n", impl_->backend_name) + impl_->plan->describe()
+                     : "no plan yet\n";
 }
 
 void check_device_problem(const VerifyProblem& problem, void* stream) {

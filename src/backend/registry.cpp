@@ -12,9 +12,10 @@ namespace treemla {
 const std::vector<const Backend*>& backends() {
   static const std::vector<const Backend*> all = {
 #ifdef TREEMLA_HAS_CUDA
-      &cuda_warp_per_key_backend(), &cuda_warp_per_key_scalar_backend(), &cuda_head_tile_backend(), &cuda_naive_backend(),
+      &cuda_fp32_tiled_backend(), &cuda_warp_per_key_backend(), &cuda_warp_per_key_scalar_backend(),
+      &cuda_head_tile_backend(),  &cuda_naive_backend(),
 #endif
-      &cpu_simd_backend(), &cpu_oracle_backend()};
+      &cpu_simd_backend(),        &cpu_oracle_backend()};
   return all;
 }
 
@@ -40,7 +41,8 @@ std::string why_unsupported(const std::string& backend, const VerifyProblem& pro
   const Backend* b = find_backend(backend);
   if (!b) {
     std::string names;
-    for (const Backend* known : backends()) names += fmt::format("{}{}", names.empty() ? "" : ", ", known->name());
+    for (const Backend* known : backends())
+      names += fmt::format("{}{}", names.empty() ? "" : ", ", known->name());
     throw Error(ErrorCode::kInvalidArgument, "backend",
                 fmt::format("backend = \"{}\" does not exist: use best, {}", backend, names));
   }
@@ -51,7 +53,8 @@ const Backend& choose_backend(const VerifyProblem& problem, const std::string& n
   if (name != "best") {
     const std::string reason = why_unsupported(name, problem);
     if (!reason.empty())
-      throw Error(ErrorCode::kUnsupported, "backend", fmt::format("backend {} can't run this: {}", name, reason));
+      throw Error(ErrorCode::kUnsupported, "backend",
+                  fmt::format("backend {} can't run this: {}", name, reason));
     return *find_backend(name);
   }
   std::string reasons;

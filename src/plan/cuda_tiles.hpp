@@ -66,4 +66,81 @@ struct WarpPerKey {
   }
 };
 
+// cuda_fp32_tiled: 4 * thread_rows rows against tiles of `keys` keys, 8 warps, each with an eighth of the columns. The arithmetic of a row
+// depends on `keys` alone, so tiles of equal `keys` give equal bits.
+struct Fp32Tile {
+  static constexpr int kWarps = 8;
+  static constexpr int kThreads = 32 * kWarps;
+  int d_v = 0;
+  int thread_rows = 0;  // rows of a thread
+  int keys = 0;         // keys of a tile
+  int slots = 0;        // rows of the key ring, a tile and some more to be loaded ahead
+  int unroll = 1;       // ring groups a turn of the value loop: what the compiler schedules best
+  int tile_cost = 0;    // measured: tenths of a microsecond a tile takes on an SM of the H200
+
+  constexpr int rows() const { return 4 * thread_rows; }
+  // Columns of a cached row that a warp owns: its values and up to 8 rope columns.
+  constexpr int slice() const { return d_v / kWarps + 8; }
+  // Floats from key to key of scores and weights. 4 modulo 8 spreads a warp's stores over the banks; at 24 rows that would be 28, and pass
+  // the 163 KB of sm_80.
+  constexpr int stride() const { return thread_rows % 2 == 1 || thread_rows == 6 ? rows() : rows() + 4; }
+  constexpr int q_bytes() const { return 4 * kWarps * slice() * rows(); }
+  constexpr int ring_bytes() const { return 4 * kWarps * slice() * slots; }
+  constexpr int scores_bytes() const { return 4 * keys * stride(); }
+  constexpr int smem_bytes() const { return q_bytes() + ring_bytes() + (kWarps + 1) * scores_bytes() + 4 * rows(); }
+
+  // In tenths of a microsecond on the H200.
+  constexpr TilePolicy policy() const {
+    TilePolicy t;
+    t.rows_per_tile = rows();
+    t.row_granularity = rows();  // narrow row tiles take as long as full ones
+    t.keys_per_tile = keys;
+    t.row_cost = 0;
+    t.load_cost = tile_cost;
+    t.pair_cost = 90;
+    return t;
+  }
+};
+
+// The compiled instances. Widest rows first: they make the most of each loaded key.
+inline constexpr Fp32Tile kFp32Tiles[] = {
+    {512, 10, 32, 36, 1, 96},  // sm_90: many rows
+    {512, 9, 32, 44, 2, 89},   // sm_90: 36 rows, the 72 of 8 heads x 9 nodes in two tiles
+    {512, 8, 32, 44, 2, 75},   // sm_90: 32 rows, 64 and 128 heads without a padded row
+    {512, 6, 32, 36, 2, 64},   // sm_80: all that 163 KB hold
+    {512, 4, 32, 44, 1, 49},   // few rows
+    {512, 2, 32, 56, 2, 33},   // 8 rows, a decoded token of a TP8 rank: the deep ring hides the memory
+    {512, 4, 16, 20, 1, 34},   // sm_86, sm_89, sm_120: all that 99 KB hold
+    {512, 2, 16, 32, 1, 23},
+    {256, 10, 32, 48, 1, 60},  // sm_80, sm_90
+    {256, 6, 32, 44, 1, 44},
+    {256, 4, 32, 44, 1, 32},   // from here on any card
+    {256, 2, 32, 56, 1, 23},
+};
+
+constexpr Fp32Tile find_fp32_tile(int d_v, int rows, int keys) {
+  for (const Fp32Tile& t : kFp32Tiles)
+    if (t.d_v == d_v && t.rows() == rows && t.keys == keys) return t;
+  return {};
+}
+
+// The tile that should end first for `requests` requests of about `rows` (node, head) rows and at most `keys` keys; null if none fits the
+// card. Cards that can hold tiles of 32 keys never mix them with those of 16, so that a row's bits don't depend on the choice.
+inline const Fp32Tile* choose_fp32_tile(int d_v, int64_t requests, int64_t rows, int64_t keys, int num_workers, int64_t smem_per_block) {
+  const Fp32Tile* best = nullptr;
+  int64_t best_cost = 0;
+  for (const Fp32Tile& t : kFp32Tiles) {
+    if (t.d_v != d_v || t.smem_bytes() > smem_per_block || (best != nullptr && t.keys < best->keys)) continue;
+    const TilePolicy policy = t.policy();
+    const int64_t unit = policy.load_cost, pair = policy.pair_cost + ceil_div<int64_t>(keys, t.keys) * unit;
+    int64_t cost = ceil_div<int64_t>(requests * ceil_div<int64_t>(rows, t.rows()) * pair, num_workers);
+    if (cost < policy.pair_cost + unit) cost = policy.pair_cost + unit;
+    if (best == nullptr || cost < best_cost) {
+      best = &t;
+      best_cost = cost;
+    }
+  }
+  return best;
+}
+
 }  // namespace treemla

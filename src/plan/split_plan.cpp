@@ -19,7 +19,9 @@ void add_pair(SplitPlan& plan, int request, int kv_len, const RequestCost& c, in
   const PartialSlots slots = partial_slots(p, c, row_tile, start, payload, unit_base);
   const int64_t unit_cost = c.unit_cost(row_tile);
   // 64-bit on purpose: the last unit may end past 2^31 before it is cut to kv_len.
-  auto key_at = [&](int unit) { return static_cast<int>(std::min<int64_t>(kv_len, int64_t{unit} * keys_per_unit)); };
+  auto key_at = [&](int unit) {
+    return static_cast<int>(std::min<int64_t>(kv_len, int64_t{unit} * keys_per_unit));
+  };
   auto add_item = [&](int worker, UnitRange u, int partial) {
     plan.items.push_back({worker, request, row_begin, row_end, key_at(u.begin), key_at(u.end), partial,
                           (p.fixed_tiles > 0 ? 0 : p.tile.pair_cost) + (u.end - u.begin) * unit_cost});
@@ -34,7 +36,8 @@ void add_pair(SplitPlan& plan, int request, int kv_len, const RequestCost& c, in
       add_item(w, owned, slots.count == 1 ? -1 : slots.slot(piece++));
       continue;
     }
-    for (int u = owned.begin; u < owned.end; ++u) add_item(w, {u, u + 1}, slots.count == 1 ? -1 : slots.slot(piece++));
+    for (int u = owned.begin; u < owned.end; ++u)
+      add_item(w, {u, u + 1}, slots.count == 1 ? -1 : slots.slot(piece++));
   }
   if (slots.count > 1) plan.combines.push_back({request, row_begin, row_end, slots});
 }
@@ -45,7 +48,8 @@ SplitPlan make_split_plan(const SplitParams& params, std::span<const int32_t> q_
                           std::span<const int32_t> kv_len) {
   SplitPlan plan;
   plan.params = params;
-  for (size_t r = 0; r < q_len.size(); ++r) plan.total_cost += request_cost(params, q_len[r], kv_len[r]).total();
+  for (size_t r = 0; r < q_len.size(); ++r)
+    plan.total_cost += request_cost(params, q_len[r], kv_len[r]).total();
   const int64_t payload = worker_payload(params, plan.total_cost);
 
   int64_t start = 0, unit_base = 0;
@@ -56,7 +60,8 @@ SplitPlan make_split_plan(const SplitParams& params, std::span<const int32_t> q_
       if (params.fixed_tiles > 0 && unit_base > INT32_MAX - c.units)
         throw Error(ErrorCode::kUnsupported, "split_keys",
                     fmt::format("split_keys gives more than {} splits: use longer splits", INT32_MAX));
-      add_pair(plan, static_cast<int>(r), kv_len[r], c, t, start + c.pair_start(t), payload, static_cast<int>(unit_base));
+      add_pair(plan, static_cast<int>(r), kv_len[r], c, t, start + c.pair_start(t), payload,
+               static_cast<int>(unit_base));
       if (params.fixed_tiles > 0) unit_base += c.units;
     }
     start += c.total();
@@ -74,7 +79,8 @@ SplitPlan make_split_plan(const SplitParams& params, std::span<const int32_t> q_
     plan.worker_indptr[w + 1] += plan.worker_indptr[w];
     plan.max_worker_cost = std::max(plan.max_worker_cost, worker_cost[w]);
   }
-  if (!plan.combines.empty()) plan.num_partials = params.fixed_tiles > 0 ? static_cast<int>(unit_base) : 2 * params.num_workers;
+  if (!plan.combines.empty())
+    plan.num_partials = params.fixed_tiles > 0 ? static_cast<int>(unit_base) : 2 * params.num_workers;
   return plan;
 }
 
@@ -101,25 +107,26 @@ std::string describe(const SplitPlan& plan) {
   }
   std::string s;
   s += fmt::format("tile         {} rows x {} keys\n", p.tile.rows_per_tile, p.tile.keys_per_tile);
-  s += p.fixed_tiles > 0
-           ? fmt::format("splits       every {} keys (batch-invariant), at most {} a row\n",
-                         p.fixed_tiles * p.tile.keys_per_tile, most)
-           : fmt::format("splits       balanced, at most {} a row\n", most);
-  s += fmt::format("work items   {} on {} of {} workers, {:.1f}% balanced\n", plan.items.size(), plan.busy_workers(),
-                   p.num_workers, 100 * plan.balance());
+  s += p.fixed_tiles > 0 ? fmt::format("splits       every {} keys (batch-invariant), at most {} a row\n",
+                                       p.fixed_tiles * p.tile.keys_per_tile, most)
+                         : fmt::format("splits       balanced, at most {} a row\n", most);
+  s += fmt::format("work items   {} on {} of {} workers, {:.1f}% balanced\n", plan.items.size(),
+                   plan.busy_workers(), p.num_workers, 100 * plan.balance());
   s += fmt::format("partials     {} of {} row tiles, merged by combine\n", partials, plan.combines.size());
   return s;
 }
 
 std::string list_items(const SplitPlan& plan, int max_items) {
-  std::string s = fmt::format("{:>7}{:>9}{:>16}{:>20}{:>9}\n", "worker", "request", "rows", "keys", "partial");
+  std::string s =
+      fmt::format("{:>7}{:>9}{:>16}{:>20}{:>9}\n", "worker", "request", "rows", "keys", "partial");
   int n = 0;
   for (const WorkItem& i : plan.items) {
     if (n++ == max_items) {
       s += fmt::format("... {} more\n", plan.items.size() - max_items);
       break;
     }
-    s += fmt::format("{:>7}{:>9}{:>16}{:>20}{:>9}\n", i.worker, i.request, fmt::format("{}..{}", i.row_begin, i.row_end),
+    s += fmt::format("{:>7}{:>9}{:>16}{:>20}{:>9}\n", i.worker, i.request,
+                     fmt::format("{}..{}", i.row_begin, i.row_end),
                      fmt::format("{}..{}", i.key_begin, i.key_end),
                      i.partial < 0 ? std::string("-") : fmt::format("{}", i.partial));
   }

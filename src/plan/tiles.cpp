@@ -1,6 +1,7 @@
 #include "plan/tiles.hpp"
 
 #include <algorithm>
+#include <string>
 #include <string_view>
 
 #include "plan/cuda_tiles.hpp"
@@ -15,8 +16,8 @@ TilePolicy cpu_simd_tile(int rows) {
   t.rows_per_tile = std::max(1, tiles == 1 ? rows : round_up(ceil_div(rows, tiles), kGroup));
   t.keys_per_tile = 64;
   t.row_granularity = 16;
-  // In quarters of the time of one row over one key tile (64 * 1088 multiply-adds): widening the tile costs about two
-  // rows, moving a row's queries in and its output out about a quarter of one.
+  // In quarters of the time of one row over one key tile (64 * 1088 multiply-adds): widening the tile costs
+  // about two rows, moving a row's queries in and its output out about a quarter of one.
   t.row_cost = 4;
   t.load_cost = 8;
   t.pair_cost = t.rows_per_tile;
@@ -28,7 +29,7 @@ namespace {
 struct KernelRegisters {
   std::string_view backend, arch;
   DType kv_dtype;
-  int d_v, d_rope;  // 0, 0: any
+  int d_v, d_rope;  // d_v 0: any widths; d_rope -1: any rope
   int registers;
 };
 constexpr KernelRegisters kRegisters[] = {
@@ -42,12 +43,14 @@ int arch_number(std::string_view arch) {
   return n;
 }
 
-// Of the device's own architecture, or of the newest one before it whose code it runs (sm_86 and sm_89 run sm_80's). 0: unknown.
+// Of the device's own architecture, or of the newest one before it whose code it runs (sm_86 and sm_89 run
+// sm_80's). 0: unknown.
 int registers_of(std::string_view backend, const DeviceModel& device, const MlaShape& shape, DType kv_dtype) {
   int best = 0, registers = 0;
   for (const KernelRegisters& k : kRegisters) {
     const int arch = arch_number(k.arch);
-    if (k.backend != backend || k.kv_dtype != kv_dtype || (k.d_v != 0 && (k.d_v != shape.d_v || k.d_rope != shape.d_rope))) continue;
+    if (k.backend != backend || k.kv_dtype != kv_dtype) continue;
+    if (k.d_v != 0 && (k.d_v != shape.d_v || (k.d_rope >= 0 && k.d_rope != shape.d_rope))) continue;
     if (arch < best || arch > arch_number(device.arch)) continue;
     best = arch;
     registers = k.registers;
@@ -57,19 +60,33 @@ int registers_of(std::string_view backend, const DeviceModel& device, const MlaS
 
 }  // namespace
 
-std::vector<KernelModel> kernel_models(const DeviceModel& device, const MlaShape& shape, DType kv_dtype, int rows, int64_t keys) {
+std::vector<KernelModel> kernel_models(const DeviceModel& device, const MlaShape& shape, DType kv_dtype,
+                                       int requests, int rows, int64_t keys) {
   if (device.arch == "cpu") return {{"cpu_simd", cpu_simd_tile(rows), 1, 0, 0, false}};
   std::vector<KernelModel> models;
-  const auto add = [&](const char* backend, const TilePolicy& tile, int threads, int64_t smem_bytes) {
-    const int registers = registers_of(backend, device, shape, kv_dtype);
+  const auto add = [&](const char* backend, const TilePolicy& tile, int threads, int64_t smem_bytes,
+                       int registers = 0) {
+    if (registers == 0) registers = registers_of(backend, device, shape, kv_dtype);
     if (registers > 0 && smem_bytes <= device.smem_per_block_bytes)
       models.push_back({backend, tile, threads, registers, static_cast<int>(smem_bytes), false});
   };
-  const int element_bytes = static_cast<int>(dtype_bytes(kv_dtype)), vector_width = WarpPerKey::vector_width(element_bytes);
+  const int element_bytes = static_cast<int>(dtype_bytes(kv_dtype)),
+            vector_width = WarpPerKey::vector_width(element_bytes);
   add("cuda_naive", NaiveTile::policy(keys), NaiveTile::kThreads, NaiveTile::smem_bytes(shape.d_qk(), keys));
   add("cuda_head_tile", HeadTile::policy(), HeadTile::kThreads, HeadTile::smem_bytes(shape.d_qk()));
-  add("cuda_warp_per_key_scalar", WarpPerKey::policy(), WarpPerKey::kThreads, WarpPerKey::smem_bytes(shape.d_v, shape.d_rope, 1));
-  add("cuda_warp_per_key", WarpPerKey::policy(), WarpPerKey::kThreads, WarpPerKey::smem_bytes(shape.d_v, shape.d_rope, vector_width));
+  add("cuda_warp_per_key_scalar", WarpPerKey::policy(), WarpPerKey::kThreads,
+      WarpPerKey::smem_bytes(shape.d_v, shape.d_rope, 1));
+  add("cuda_warp_per_key", WarpPerKey::policy(), WarpPerKey::kThreads,
+      WarpPerKey::smem_bytes(shape.d_v, shape.d_rope, vector_width));
+  const Fp32Tile* tiled =
+      choose_fp32_tile(shape.d_v, requests, rows, keys, device.num_sms, device.smem_per_block_bytes);
+  if (tiled && kv_dtype != DType::kF8E4M3) {
+    const std::string instance =
+        "cuda_fp32_tiled " + std::to_string(tiled->rows()) + "x" + std::to_string(tiled->keys);
+    const int registers = registers_of(instance, device, shape, DType::kF32);
+    if (registers > 0)
+      add("cuda_fp32_tiled", tiled->policy(), Fp32Tile::kThreads, tiled->smem_bytes(), registers);
+  }
   return models;
 }
 

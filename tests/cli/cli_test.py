@@ -236,7 +236,8 @@ class Verify(CliTest):
         write_safetensors(path, header, buffer)
         result = treemla("verify", path, "--backend", "cpu_simd", "--precision", "fp32")
         self.assertEqual((result.returncode, result.stderr), (1, ""))
-        self.assertRegex(result.stdout, r"FAIL wrong, cpu_simd, fp32: out of node 3, head 2, column 17: \S+ where 1000")
+        self.assertRegex(result.stdout,
+                         r"FAIL wrong, cpu_simd, fp32: out of node 3, head 2, column 17: \S+ where 1000")
         self.assertRegex(result.stdout, r"error \S+ > bound")
         self.assertIn("0 checks passed, 1 failed", result.stdout)
         report = json.loads(treemla("verify", path, "--json", "--backend", "cpu_simd").stdout)
@@ -362,9 +363,9 @@ class HostileFiles(CliTest):
 
     def test_lengths_that_lie(self):
         header, original = read_safetensors(SMALL_CASE)
-        for tensor, index, value in (("kv_len", 0, 3), ("kv_len", 0, -9), ("kv_len", 0, 2147483647), ("q_indptr", 0, 1),
-                                     ("q_indptr", 1, 4), ("q_indptr", 1, -1), ("page_indptr", 1, 2147483647),
-                                     ("page_indptr", 0, -1)):
+        for tensor, index, value in (("kv_len", 0, 3), ("kv_len", 0, -9), ("kv_len", 0, 2147483647),
+                                     ("q_indptr", 0, 1), ("q_indptr", 1, 4), ("q_indptr", 1, -1),
+                                     ("page_indptr", 1, 2147483647), ("page_indptr", 0, -1)):
             with self.subTest(tensor=tensor, index=index, value=value):
                 buffer = bytearray(original)
                 poke(buffer, header, tensor, index, "i", value)
@@ -503,8 +504,9 @@ class Gen(CliTest):
         self.assertRegex(text, r"\Awrote .*x\.kdtr, [\d.]+ KiB: [^\n]*h_q=2[^\n]*\n\Z")
 
     def test_unwritable_output(self):
-        self.assert_refused(treemla("gen", "--h_q", "1", "--prefix", "1", "--out", self.path("no/such/x.kdtr")), "x.kdtr")
-        self.assert_refused(treemla("gen", "--h_q", "1", "--prefix", "1", "--out", self.folder, "--force"), self.folder)
+        tiny = ("gen", "--h_q", "1", "--prefix", "1", "--force", "--out")
+        self.assert_refused(treemla(*tiny, self.path("no/such/x.kdtr")), "x.kdtr")
+        self.assert_refused(treemla(*tiny, self.folder), self.folder)
         self.assertEqual(os.listdir(self.folder), [])
 
     def test_too_large_for_memory_is_refused_not_tried(self):
@@ -518,6 +520,7 @@ class Gen(CliTest):
 
 class Bench(CliTest):
     TINY = "bench --seconds 0.01 --threads 1 "
+    TINY_SIMD = TINY + "--backend cpu_simd "
 
     @classmethod
     def setUpClass(cls):
@@ -583,14 +586,15 @@ class Bench(CliTest):
             with self.subTest(options=options):
                 prefix = "" if "--prefix" in options else "--prefix 40 "
                 s_q = "" if "--s_q" in options else "--s_q 9 "
-                text = self.run_ok(self.TINY + "--h_q 2 " + prefix + s_q + options)
+                text = self.run_ok(self.TINY_SIMD + "--h_q 2 " + prefix + s_q + options)
                 rows = [line.split() for line in text.splitlines() if line.startswith("cpu_")]
                 self.assertTrue(rows)
                 self.assertEqual({row[-1] for row in rows}, {"yes"})
 
     def test_rows_beyond_memory_are_not_available_and_say_why(self):
         path = self.path("rows.csv")
-        text = self.run_ok(*shlex.split(self.TINY + "--s_q 1 --h_q 2 --prefix 16,1000000000 --b 64"), "--csv", path)
+        options = self.TINY_SIMD + "--s_q 1 --h_q 2 --prefix 16,1000000000 --b 64"
+        text = self.run_ok(*shlex.split(options), "--csv", path)
         self.assertRegex(text, r"1000000000 +n/a +n/a\n")
         self.assertRegex(text, r"n/a: .* prefix 1000000000 .*: needs")
         with open(path, newline="") as f:
@@ -600,11 +604,11 @@ class Bench(CliTest):
         self.assertIn("needs", rows["1000000000"]["not_run"])
 
     def test_no_row_that_fits_is_an_error(self):
-        self.assertEqual(treemla(self.TINY + "--s_q 1 --h_q 2 --prefix 1000000000 --b 64").returncode, 2)
+        self.assertEqual(treemla(self.TINY_SIMD + "--s_q 1 --h_q 2 --prefix 1000000000 --b 64").returncode, 2)
 
     def test_peers_grid(self):
         path = self.path("rows.csv")
-        self.run_ok(*shlex.split(self.TINY + "--grid peers --prefix 16 --b 1 --s_q 1"), "--csv", path)
+        self.run_ok(*shlex.split(self.TINY_SIMD + "--grid peers --prefix 16 --b 1 --s_q 1"), "--csv", path)
         with open(path, newline="") as f:
             self.assertEqual([row["h_q"] for row in csv.DictReader(f)], ["8", "16", "64", "128"])
 
@@ -639,7 +643,8 @@ class PlanAndInfo(CliTest):
 
     def test_unknown_rates_make_no_prediction(self):
         self.assertRegex(self.run_ok("plan --arch cpu"), "predicted +unknown")
-        self.assertRegex(self.run_ok("plan --arch cpu --measure --workers 1"), r"predicted +\S+ \S+ = floor / balance\n")
+        measured = self.run_ok("plan --arch cpu --measure --workers 1")
+        self.assertRegex(measured, r"predicted +\S+ \S+ = floor / balance\n")
         self.assert_refused(treemla("plan --arch h200 --measure"), "--measure", "cpu only")
 
     def test_inert_batches(self):
@@ -651,8 +656,36 @@ class PlanAndInfo(CliTest):
             self.assertRegex(text, rf"(?m)^{word} ")
 
 
+class UnusableBackends(CliTest):
+    """Backends of this build that this machine can't run, if there are any."""
+
+    def setUp(self):
+        super().setUp()
+        rows = [line.split(maxsplit=3) for line in treemla("info").stdout.splitlines()]
+        self.unusable = {row[0]: row[3] for row in rows
+                         if len(row) == 4 and row[1] in ("host", "device") and row[2] == "no"}
+        if not self.unusable:
+            self.skipTest("every backend of this build is usable here")
+
+    def test_verify_says_why(self):
+        for name, reason in self.unusable.items():
+            result = treemla("verify", SMALL_CASE, "--backend", name)
+            self.assert_refused(result, "no backend asked for takes this case", stdout=None)
+            self.assertEqual(result.stdout.count(f"skipped: {reason}"), 1)
+        text = self.run_ok("verify", SMALL_CASE, "--backend", "all")
+        self.assertEqual(text.count("skipped: "), len(self.unusable))
+        self.assertNotIn("skipped", self.run_ok("verify", SMALL_CASE))
+
+    def test_bench_says_why_and_goes_on(self):
+        name, reason = next(iter(self.unusable.items()))
+        text = self.run_ok("bench", "--seconds", "0.01", "--s_q", "1", "--h_q", "1", "--prefix", "8",
+                           "--backend", f"{name},cpu_simd")
+        self.assertRegex(text, f"n/a: {name} .*: {re.escape(reason)}")
+        self.assertRegex(text, r"(?m)^cpu_simd .* yes$")
+
+
 class Terminals(CliTest):
-    LONG = ("bench", "--seconds", "0.2", "--threads", "1", "--s_q", "1", "--h_q", "1,2", "--prefix", "16")
+    LONG = tuple("bench --backend cpu_simd --seconds 0.2 --threads 1 --s_q 1 --h_q 1,2 --prefix 16".split())
 
     def on_terminal(self, *args, **kwargs):
         """Runs with standard error on a pseudo-terminal; returns (exit code, stdout, what the terminal got)."""
@@ -711,7 +744,8 @@ class Terminals(CliTest):
         read_end, write_end = os.pipe()
         os.close(read_end)
         try:
-            result = subprocess.run([TREEMLA, "verify", path], stdout=write_end, stderr=subprocess.PIPE, timeout=TIMEOUT)
+            result = subprocess.run([TREEMLA, "verify", path], stdout=write_end, stderr=subprocess.PIPE,
+                                    timeout=TIMEOUT)
         finally:
             os.close(write_end)
         self.assertEqual((result.returncode, result.stderr), (1, b""))
@@ -719,10 +753,11 @@ class Terminals(CliTest):
     @unittest.skipUnless(os.path.exists("/dev/full"), "needs /dev/full")
     def test_full_disk_is_an_error(self):
         with open("/dev/full", "w") as full:
-            result = subprocess.run([TREEMLA, "info"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT)
+            result = subprocess.run([TREEMLA, "info"], stdout=full, stderr=subprocess.PIPE, text=True,
+                                    timeout=TIMEOUT)
         self.assertEqual(result.returncode, 2)
         self.assertIn("can't write to standard output: No space left", result.stderr)
-        result = treemla("bench", "--seconds", "0.01", "--s_q", "1", "--h_q", "1", "--prefix", "8", "--csv", "/dev/full")
+        result = treemla("bench --seconds 0.01 --s_q 1 --h_q 1 --prefix 8 --csv /dev/full")
         self.assertEqual(result.returncode, 2)
         self.assertIn("--csv /dev/full", result.stderr)
 

@@ -330,7 +330,8 @@ Run add_bench(CLI::App& app, const std::string& command_line) {
   add_choice_list(*cmd, "--dtype", o->dtype, {"fp32", "fp16", "bf16", "e4m3"},
                   "of the cache (e4m3: bf16 queries)");
   add_int_list(*cmd, "--page_size", o->page_size, 1, kMaxPageSize, "tokens a page");
-  add_choice_list(*cmd, "--backend", o->backend, backend_names({"best", "all"}), "what runs");
+  add_choice_list(*cmd, "--backend", o->backend, backend_names({"best", "all"}),
+                  "best, all (the usable ones), or names that `treemla info` lists", Listed::kNo);
   add_mask(*cmd, o->mask);
   add_tree(*cmd, o->tree);
   add_threads(*cmd, o->threads);

@@ -189,7 +189,8 @@ int run_plan(const PlanOptions& o) {
                    metric_text(work.flops, "FLOP"), metric_text(work.kv_bytes, "B"),
                    metric_text(work.io_bytes, "B"), work.bytes() > 0 ? work.flops / work.bytes() : 0);
 
-  std::vector<KernelModel> kernels = kernel_models(device, shape, kv_dtype, batch.max_rows, batch.max_keys);
+  std::vector<KernelModel> kernels = kernel_models(
+      device, shape, kv_dtype, static_cast<int>(batch.q_len.size()), batch.max_rows, batch.max_keys);
   // 16-bit caches deserve tensor cores: what those could do is shown even where no kernel uses them.
   const bool wants_tensor_cores = device.arch != "cpu" && o.dtype != "fp32";
   const bool has_tensor_cores =

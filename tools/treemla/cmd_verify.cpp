@@ -397,7 +397,8 @@ Run add_verify(CLI::App& app) {
   cmd->add_option("files", options->paths, "case files, or folders of *.kdtr")
       ->required()
       ->type_name("FILE|DIR");
-  add_choice(*cmd, "--backend", options->backend, backend_names({"all"}), "by default the available ones");
+  add_choice(*cmd, "--backend", options->backend, backend_names({"all"}),
+             "one that `treemla info` lists, or all; by default the usable ones", Listed::kNo);
   add_choice(*cmd, "--precision", options->precision, {"auto", "fp32", "bf16", "fp16"}, "what is judged");
   add_threads(*cmd, options->threads);
   cmd->add_flag("--json", options->json, "JSON on standard output instead of the table");

@@ -41,6 +41,10 @@ std::string one_of(const std::vector<std::string>& allowed, std::string_view wha
   return fmt::format("{}{}", what, fmt::join(allowed, ", "));
 }
 
+std::string choice_help(const std::string& help, const std::vector<std::string>& allowed, Listed listed) {
+  return listed == Listed::kYes ? fmt::format("{}: {}", help, fmt::join(allowed, ", ")) : help;
+}
+
 bool contains(const std::vector<std::string>& all, std::string_view x) {
   return std::find(all.begin(), all.end(), x) != all.end();
 }
@@ -84,8 +88,8 @@ CLI::Option* add_real(CLI::App& app, const std::string& name, double& value, dou
 }
 
 CLI::Option* add_choice(CLI::App& app, const std::string& name, std::string& value,
-                        const std::vector<std::string>& allowed, const std::string& help) {
-  return add(app, name, "NAME", value, fmt::format("{}: {}", help, fmt::join(allowed, ", ")),
+                        const std::vector<std::string>& allowed, const std::string& help, Listed listed) {
+  return add(app, name, "NAME", value, choice_help(help, allowed, listed),
              [&value, name, allowed](const std::string& text) {
                if (!contains(allowed, text)) reject(name, text, one_of(allowed, "one of "));
                value = text;
@@ -110,10 +114,10 @@ CLI::Option* add_int_list(CLI::App& app, const std::string& name, std::vector<in
 }
 
 CLI::Option* add_choice_list(CLI::App& app, const std::string& name, std::vector<std::string>& values,
-                             const std::vector<std::string>& allowed, const std::string& help) {
+                             const std::vector<std::string>& allowed, const std::string& help,
+                             Listed listed) {
   return add(app, name, "NAME,..", fmt::format("{}", fmt::join(values, ",")),
-             fmt::format("{}: {}", help, fmt::join(allowed, ", ")),
-             [&values, name, allowed](const std::string& text) {
+             choice_help(help, allowed, listed), [&values, name, allowed](const std::string& text) {
                values = split(text, ',');
                for (const std::string& part : values)
                  if (!contains(allowed, part)) reject(name, text, one_of(allowed, "a comma list of "));

@@ -22,13 +22,17 @@ constexpr int64_t kMaxHeads = 1024;
 constexpr int64_t kMaxThreads = 1024;
 constexpr int64_t kMaxPageSize = 1 << 20;
 
+// Does the help text of a choice list what is allowed? Errors always do.
+enum class Listed { kYes, kNo };
+
 // The value given to the option is parsed into `value`, which holds the default until then.
 CLI::Option* add_int(CLI::App& app, const std::string& name, int64_t& value, int64_t low, int64_t high,
                      const std::string& help);
 CLI::Option* add_real(CLI::App& app, const std::string& name, double& value, double low, double high,
                       const std::string& help);
 CLI::Option* add_choice(CLI::App& app, const std::string& name, std::string& value,
-                        const std::vector<std::string>& allowed, const std::string& help);
+                        const std::vector<std::string>& allowed, const std::string& help,
+                        Listed listed = Listed::kYes);
 
 CLI::Option* add_file(CLI::App& app, const std::string& name, std::string& path, const std::string& help);
 
@@ -36,7 +40,8 @@ CLI::Option* add_file(CLI::App& app, const std::string& name, std::string& path,
 CLI::Option* add_int_list(CLI::App& app, const std::string& name, std::vector<int64_t>& values, int64_t low,
                           int64_t high, const std::string& help);
 CLI::Option* add_choice_list(CLI::App& app, const std::string& name, std::vector<std::string>& values,
-                             const std::vector<std::string>& allowed, const std::string& help);
+                             const std::vector<std::string>& allowed, const std::string& help,
+                             Listed listed = Listed::kYes);
 
 // PREFIX:NODES pairs in a comma list, e.g. 300:9,63:1. NODES counts the root; 0 makes a padded request.
 CLI::Option* add_requests(CLI::App& app, std::vector<RequestSpec>& requests);

@@ -1,5 +1,5 @@
-// The truth: float64, straight from the definition in treemla/problem.hpp. Two passes over the visible keys, no tiling, no online
-// softmax, no split. Slow on purpose; threads over (request, node).
+// The truth: float64, straight from the definition in treemla/problem.hpp. Two passes over the visible keys,
+// no tiling, no online softmax, no split. Slow on purpose; threads over (request, node).
 
 #include <algorithm>
 #include <atomic>
@@ -21,7 +21,9 @@ namespace {
 struct OraclePlan : BackendPlan {
   explicit OraclePlan(const VerifyProblem& p) : host(p) {}
   std::size_t workspace_bytes() const override { return 0; }
-  std::string describe() const override { return fmt::format("float64, one node at a time, {} requests\n", host.b); }
+  std::string describe() const override {
+    return fmt::format("float64, one node at a time, {} requests\n", host.b);
+  }
   HostPlan host;
 };
 
@@ -49,7 +51,8 @@ void attend_node(const HostPlan& plan, const VerifyProblem& p, const VerifyOutpu
   std::vector<double> q(static_cast<size_t>(h_q) * d_qk), key(d_qk), s(static_cast<size_t>(h_q) * n);
   for (int h = 0; h < h_q; ++h)
     for (int d = 0; d < d_qk; ++d)
-      q[h * d_qk + d] = load_element(p.q.data, p.q.dtype, q_row * q_token_stride(p) + h * q_head_stride(p) + d);
+      q[h * d_qk + d] =
+          load_element(p.q.data, p.q.dtype, q_row * q_token_stride(p) + h * q_head_stride(p) + d);
   auto load_key = [&](int j) {
     for (int d = 0; d < d_qk; ++d)
       key[d] = p.kv.scale * load_element(p.kv.data, p.kv.dtype, rows[j] * kv_row_stride(p) + d);
@@ -57,7 +60,8 @@ void attend_node(const HostPlan& plan, const VerifyProblem& p, const VerifyOutpu
 
   for (int j = 0; j < n; ++j) {
     load_key(j);
-    for (int h = 0; h < h_q; ++h) s[static_cast<size_t>(h) * n + j] = p.sm_scale * dot(&q[h * d_qk], key.data(), d_qk);
+    for (int h = 0; h < h_q; ++h)
+      s[static_cast<size_t>(h) * n + j] = p.sm_scale * dot(&q[h * d_qk], key.data(), d_qk);
   }
   std::vector<double> lse(h_q);
   for (int h = 0; h < h_q; ++h) {

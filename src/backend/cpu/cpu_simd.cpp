@@ -1,5 +1,5 @@
-// cpu_simd: flash-style attention on CPU threads. Plans with the split planner (a worker is a thread), runs the kernel of
-// simd_kernel.cpp on each work item, then merges the partials.
+// cpu_simd: flash-style attention on CPU threads. Plans with the split planner (a worker is a thread), runs
+// the kernel of simd_kernel.cpp on each work item, then merges the partials.
 //
 // Inputs fp32, bf16, fp16, e4m3, widened exactly; every product and sum in float32; outputs rounded once.
 
@@ -32,7 +32,8 @@ SplitParams split_params(const VerifyProblem& p, const HostPlan& host, const Run
   s.tile = cpu_simd_tile(max_q * s.h_q);
   s.min_payload = 8 * tile_cost(s.tile, kSimdRows);
   if (options.batch_invariant)
-    s.fixed_tiles = ceil_div(options.split_keys > 0 ? options.split_keys : kDefaultSplitKeys, s.tile.keys_per_tile);
+    s.fixed_tiles =
+        ceil_div(options.split_keys > 0 ? options.split_keys : kDefaultSplitKeys, s.tile.keys_per_tile);
   return s;
 }
 
@@ -44,7 +45,9 @@ struct SimdPlan : BackendPlan {
         d_v(p.shape.d_v) {}
 
   // Workspace, in floats: partial outputs, their lse, then a scratch for each worker.
-  std::size_t slot_rows() const { return static_cast<std::size_t>(split.num_partials) * split.params.tile.rows_per_tile; }
+  std::size_t slot_rows() const {
+    return static_cast<std::size_t>(split.num_partials) * split.params.tile.rows_per_tile;
+  }
   std::size_t lse_offset() const { return round_up<std::size_t>(slot_rows() * d_v, 16); }
   std::size_t scratch_offset() const { return lse_offset() + round_up<std::size_t>(slot_rows(), 16); }
   std::size_t workspace_bytes() const override {
@@ -52,7 +55,8 @@ struct SimdPlan : BackendPlan {
   }
   std::string describe() const override {
     const std::vector<std::string> targets = simd_targets();
-    return fmt::format("vectors      {}\n", targets.empty() ? "none" : targets.front()) + treemla::describe(split);
+    return fmt::format("vectors      {}\n", targets.empty() ? "none" : targets.front()) +
+           treemla::describe(split);
   }
 
   HostPlan host;
@@ -67,7 +71,8 @@ class CpuSimd : public Backend {
   Memory memory() const override { return Memory::kHost; }
   Support available() const override {
     const std::vector<std::string> targets = simd_targets();
-    return Support::yes(fmt::format("{}, {} threads", targets.empty() ? "no vectors" : targets.front(), available_cores()));
+    return Support::yes(
+        fmt::format("{}, {} threads", targets.empty() ? "no vectors" : targets.front(), available_cores()));
   }
   Support supports(const VerifyProblem&) const override { return Support::yes(); }
 
@@ -90,7 +95,10 @@ class CpuSimd : public Backend {
                     scratch + worker * plan.layout.floats);
     });
     if (plan.split.combines.empty()) return;
-    pool->run([&](int worker) { combine(plan, worker, pool->num_workers(), p, o, parts, part_lse, scratch + worker * plan.layout.floats); });
+    pool->run([&](int worker) {
+      combine(plan, worker, pool->num_workers(), p, o, parts, part_lse,
+              scratch + worker * plan.layout.floats);
+    });
   }
 
  private:
@@ -105,14 +113,15 @@ class CpuSimd : public Backend {
   // Requests without keys: out 0, lse -inf.
   static void write_inert(const SimdPlan& plan, const VerifyProblem& p, const VerifyOutput& o) {
     for (int r : plan.split.inert) {
-      const int64_t row = output_row(plan, p, r, 0), n = static_cast<int64_t>(plan.host.q_len[r]) * p.shape.h_q;
+      const int64_t row = output_row(plan, p, r, 0),
+                    n = static_cast<int64_t>(plan.host.q_len[r]) * p.shape.h_q;
       std::memset(output_at(p, o, row), 0, n * p.shape.d_v * dtype_bytes(o.out_dtype));
       if (o.lse) std::fill_n(o.lse + row, n, -std::numeric_limits<float>::infinity());
     }
   }
 
-  static SimdItem make_item(const SimdPlan& plan, const WorkItem& w, const VerifyProblem& p, const VerifyOutput& o,
-                            float* parts, float* part_lse) {
+  static SimdItem make_item(const SimdPlan& plan, const WorkItem& w, const VerifyProblem& p,
+                            const VerifyOutput& o, float* parts, float* part_lse) {
     const HostPlan& host = plan.host;
     SimdItem item;
     item.shape = p.shape;
@@ -148,19 +157,21 @@ class CpuSimd : public Backend {
     return item;
   }
 
-  // A worker's share of the merges: every row tile is cut among all workers, so that one long request occupies them all.
-  static void combine(const SimdPlan& plan, int worker, int num_workers, const VerifyProblem& p, const VerifyOutput& o,
-                      const float* parts, const float* part_lse, float* scratch) {
+  // A worker's share of the merges: every row tile is cut among all workers, so that one long request
+  // occupies them all.
+  static void combine(const SimdPlan& plan, int worker, int num_workers, const VerifyProblem& p,
+                      const VerifyOutput& o, const float* parts, const float* part_lse, float* scratch) {
     std::vector<int> slots;
     for (const CombineItem& c : plan.split.combines) {
       slots.resize(c.partials.count);
       for (int j = 0; j < c.partials.count; ++j) slots[j] = c.partials.slot(j);
       const int64_t rows = c.row_end - c.row_begin;
-      const int begin = static_cast<int>(rows * worker / num_workers), end = static_cast<int>(rows * (worker + 1) / num_workers);
+      const int begin = static_cast<int>(rows * worker / num_workers),
+                end = static_cast<int>(rows * (worker + 1) / num_workers);
       const int64_t row = output_row(plan, p, c.request, c.row_begin + begin);
-      simd_combine(parts + static_cast<int64_t>(begin) * p.shape.d_v, part_lse + begin, slots.data(), c.partials.count,
-                   plan.split.params.tile.rows_per_tile, end - begin, p.shape.d_v, output_at(p, o, row), o.out_dtype,
-                   o.lse ? o.lse + row : nullptr, scratch);
+      simd_combine(parts + static_cast<int64_t>(begin) * p.shape.d_v, part_lse + begin, slots.data(),
+                   c.partials.count, plan.split.params.tile.rows_per_tile, end - begin, p.shape.d_v,
+                   output_at(p, o, row), o.out_dtype, o.lse ? o.lse + row : nullptr, scratch);
     }
   }
 };

@@ -32,7 +32,8 @@ HostPlan::HostPlan(const VerifyProblem& p) : b(p.b) {
   pool_rows.resize(total_kv);
   for (int r = 0; r < b; ++r) {
     const int64_t base = page_base(p.pages, r);
-    for (int64_t t = 0; t < kv_len[r]; ++t) pool_rows[kv_begin[r] + t] = pool_row(p.pages, p.kv.page_size, base, t);
+    for (int64_t t = 0; t < kv_len[r]; ++t)
+      pool_rows[kv_begin[r] + t] = pool_row(p.pages, p.kv.page_size, base, t);
   }
 
   if (p.mask.kind == MaskKind::kTree && !p.mask.ancestor_bits) {
@@ -48,9 +49,15 @@ HostPlan::HostPlan(const VerifyProblem& p) : b(p.b) {
     for (int i = 0; i < q_len[r]; ++i) {
       uint32_t* row = bits.data() + (static_cast<int64_t>(q_begin[r]) + i) * words;
       switch (p.mask.kind) {
-        case MaskKind::kNone: set_low_bits(row, q_len[r]); break;
-        case MaskKind::kCausal: set_low_bits(row, i + 1); break;
-        case MaskKind::kTree: std::copy_n(p.mask.ancestor_bits + (row - bits.data()), words, row); break;
+        case MaskKind::kNone:
+          set_low_bits(row, q_len[r]);
+          break;
+        case MaskKind::kCausal:
+          set_low_bits(row, i + 1);
+          break;
+        case MaskKind::kTree:
+          std::copy_n(p.mask.ancestor_bits + (row - bits.data()), words, row);
+          break;
       }
     }
   }

@@ -1,5 +1,5 @@
-// What every CPU backend keeps of a planned problem: lengths, pool rows and mask, copied so that run() trusts no caller memory
-// but the tensors.
+// What every CPU backend keeps of a planned problem: lengths, pool rows and mask, copied so that run() trusts
+// no caller memory but the tensors.
 #pragma once
 
 #include <cstdint>

@@ -7,14 +7,15 @@
 //       m, l, P^T              = online softmax of S^T
 //       O[64 rows][d_v]        = O * alpha + P T[:, 0:d_v]
 //
-// Both products run through one register-blocked micro-kernel: MR broadcasts times NV vectors, MR * NV accumulators.
-// Neither operand of the second product is moved: V is the first d_v columns of T, and P^T is read by broadcasts.
+// Both products run through one register-blocked micro-kernel: MR broadcasts times NV vectors, MR * NV
+// accumulators. Neither operand of the second product is moved: V is the first d_v columns of T, and P^T is
+// read by broadcasts.
 //
 //   T 147 KB and a group's Q^T 147 KB and O 128 KB stream from L2; what the micro-kernel reuses stays in L1:
 //   a 96-deep slice of Q^T (24 KB) in the first product, a 64-wide panel of T (16 KB) in the second.
 //
-// A row's arithmetic does not depend on its neighbours, on MR or on NV: every accumulator is one chain of FMAs over k,
-// restarted every kDepth terms. So any tiling of rows gives equal bits.
+// A row's arithmetic does not depend on its neighbours, on MR or on NV: every accumulator is one chain of
+// FMAs over k, restarted every kDepth terms. So any tiling of rows gives equal bits.
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "backend/cpu/simd_kernel.cpp"
@@ -22,8 +23,8 @@
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_AVX3_DL | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
 #include <hwy/foreach_target.h>  // IWYU pragma: keep
 // clang-format off: must come after foreach_target
-#include <hwy/highway.h>
 #include <hwy/contrib/math/math-inl.h>
+#include <hwy/highway.h>
 // clang-format on
 
 #include <algorithm>
@@ -78,8 +79,9 @@ HWY_INLINE void widen_row(const void* from, DType dtype, int n, float* HWY_RESTR
       break;
     }
     case DType::kF8E4M3: {
-      // Exponent and mantissa move up 20 bits and the bias from 7 to 127. Exponent 0 means no implicit one: read it as
-      // 2^-6 * (1 + man / 8) and take 2^-6 away again, which is exact and meets no float32 subnormal.
+      // Exponent and mantissa move up 20 bits and the bias from 7 to 127. Exponent 0 means no implicit one:
+      // read it as 2^-6 * (1 + man / 8) and take 2^-6 away again, which is exact and meets no float32
+      // subnormal.
       const uint8_t* f = static_cast<const uint8_t*>(from);
       for (; i < whole; i += kLanes) {
         const auto x = hn::PromoteTo(du32, hn::LoadU(du8, f + i));
@@ -125,8 +127,8 @@ HWY_INLINE void narrow_row(const float* HWY_RESTRICT from, int n, DType dtype, v
 
 // acc[i][v] = sum_k a[i * a_row + k * a_k] * b[k * ldb + v * kLanes], then `done(i, v, acc)`.
 template <int MR, int NV, class Done>
-HWY_INLINE void micro_kernel(const float* HWY_RESTRICT a, int64_t a_row, int64_t a_k, const float* HWY_RESTRICT b,
-                             int64_t ldb, int depth, Done done) {
+HWY_INLINE void micro_kernel(const float* HWY_RESTRICT a, int64_t a_row, int64_t a_k,
+                             const float* HWY_RESTRICT b, int64_t ldb, int depth, Done done) {
   const D d;
   V acc[MR][NV];
   HWY_UNROLL(16)
@@ -156,12 +158,13 @@ HWY_INLINE void micro_kernel(const float* HWY_RESTRICT a, int64_t a_row, int64_t
 
 // c[i][v] = (fresh ? 0 : c * alpha[i]) + a b, for m rows in blocks of at most kAccs / NV. alpha null: 1.
 template <int MR, int NV, bool kFresh>
-HWY_INLINE void product_block(const float* a, int64_t a_row, int64_t a_k, const float* b, int64_t ldb, int depth,
-                              float* c, int64_t ldc, const float* alpha) {
+HWY_INLINE void product_block(const float* a, int64_t a_row, int64_t a_k, const float* b, int64_t ldb,
+                              int depth, float* c, int64_t ldc, const float* alpha) {
   const D d;
   micro_kernel<MR, NV>(a, a_row, a_k, b, ldb, depth, [&](int i, int v, V acc) HWY_ATTR {
     float* to = c + i * ldc + v * kLanes;
-    if constexpr (!kFresh) acc = alpha ? hn::MulAdd(hn::Load(d, to), hn::Set(d, alpha[i]), acc) : hn::Add(hn::Load(d, to), acc);
+    if constexpr (!kFresh)
+      acc = alpha ? hn::MulAdd(hn::Load(d, to), hn::Set(d, alpha[i]), acc) : hn::Add(hn::Load(d, to), acc);
     hn::Store(acc, d, to);
   });
 }
@@ -174,7 +177,8 @@ HWY_NOINLINE void product_rows(int m, const float* a, int64_t a_row, int64_t a_k
   auto block = [&](auto size) HWY_ATTR {
     constexpr int MR = decltype(size)::value;
     for (; m - i >= MR; i += MR)
-      product_block<MR, NV, kFresh>(a + i * a_row, a_row, a_k, b, ldb, depth, c + i * ldc, ldc, alpha ? alpha + i : nullptr);
+      product_block<MR, NV, kFresh>(a + i * a_row, a_row, a_k, b, ldb, depth, c + i * ldc, ldc,
+                                    alpha ? alpha + i : nullptr);
   };
   block(std::integral_constant<int, kBlock>{});
   if constexpr (kBlock > 12) block(std::integral_constant<int, 12>{});
@@ -186,11 +190,13 @@ HWY_NOINLINE void product_rows(int m, const float* a, int64_t a_row, int64_t a_k
 
 // One panel of `vecs` vectors.
 template <bool kFresh>
-void product(int vecs, int m, const float* a, int64_t a_row, int64_t a_k, const float* b, int64_t ldb, int depth,
-             float* c, int64_t ldc, const float* alpha) {
+void product(int vecs, int m, const float* a, int64_t a_row, int64_t a_k, const float* b, int64_t ldb,
+             int depth, float* c, int64_t ldc, const float* alpha) {
   switch (vecs) {
-    case 1: return product_rows<1, kFresh>(m, a, a_row, a_k, b, ldb, depth, c, ldc, alpha);
-    case 2: return product_rows<2, kFresh>(m, a, a_row, a_k, b, ldb, depth, c, ldc, alpha);
+    case 1:
+      return product_rows<1, kFresh>(m, a, a_row, a_k, b, ldb, depth, c, ldc, alpha);
+    case 2:
+      return product_rows<2, kFresh>(m, a, a_row, a_k, b, ldb, depth, c, ldc, alpha);
   }
   if constexpr (kVecs == 4) {
     if (vecs == 3) product_rows<3, kFresh>(m, a, a_row, a_k, b, ldb, depth, c, ldc, alpha);
@@ -214,8 +220,18 @@ struct Worker {
   int num_odd = 0;
 
   Worker(const SimdItem& it, const SimdScratch& lay, float* s)
-      : item(it), layout(lay), tile(s + lay.tile), q(s + lay.q), acc(s + lay.acc), scores(s + lay.scores), max(s + lay.max),
-        sum(s + lay.sum), alpha(s + lay.alpha), row(s + lay.row), rows(it.row_end - it.row_begin), d_v(it.shape.d_v),
+      : item(it),
+        layout(lay),
+        tile(s + lay.tile),
+        q(s + lay.q),
+        acc(s + lay.acc),
+        scores(s + lay.scores),
+        max(s + lay.max),
+        sum(s + lay.sum),
+        alpha(s + lay.alpha),
+        row(s + lay.row),
+        rows(it.row_end - it.row_begin),
+        d_v(it.shape.d_v),
         d_qk(it.shape.d_qk()) {}
 
   int group_rows(int g) const { return std::min(kSimdRows, rows - g * kSimdRows); }
@@ -228,8 +244,8 @@ struct Worker {
     return j < 0 || ((mask_row(local_row)[j >> 5] >> (j & 31)) & 1);
   }
 
-  // Q^T in panels: element (row, k) of a group at [row / kPanel][k][row % kPanel]. Four rows at a time through 4x4
-  // transposes; rows past the end are zero.
+  // Q^T in panels: element (row, k) of a group at [row / kPanel][k][row % kPanel]. Four rows at a time
+  // through 4x4 transposes; rows past the end are zero.
   HWY_INLINE void load_q() {
     float* wide = tile;  // the tile is not in use yet: four widened rows
     for (int r = 0; r < round_up(rows, kSimdRows); r += 4) {
@@ -239,7 +255,8 @@ struct Worker {
           std::memset(to, 0, sizeof(float) * layout.tile_ld);
           continue;
         }
-        const int packed = item.row_begin + r + i, node = packed / item.shape.h_q, head = packed % item.shape.h_q;
+        const int packed = item.row_begin + r + i, node = packed / item.shape.h_q,
+                  head = packed % item.shape.h_q;
         const int64_t offset = node * item.q_token_stride + head * item.q_head_stride;
         widen_row(static_cast<const char*>(item.q) + offset * static_cast<int64_t>(dtype_bytes(item.q_dtype)),
                   item.q_dtype, d_qk, to);
@@ -250,7 +267,8 @@ struct Worker {
       const hn::FixedTag<float, 4> d4;
       for (; k + 4 <= d_qk; k += 4) {
         const auto r0 = hn::LoadU(d4, wide + k), r1 = hn::LoadU(d4, wide + layout.tile_ld + k);
-        const auto r2 = hn::LoadU(d4, wide + 2 * layout.tile_ld + k), r3 = hn::LoadU(d4, wide + 3 * layout.tile_ld + k);
+        const auto r2 = hn::LoadU(d4, wide + 2 * layout.tile_ld + k),
+                   r3 = hn::LoadU(d4, wide + 3 * layout.tile_ld + k);
         const auto a = hn::InterleaveLower(d4, r0, r2), b = hn::InterleaveLower(d4, r1, r3);
         const auto e = hn::InterleaveUpper(d4, r0, r2), f = hn::InterleaveUpper(d4, r1, r3);
         hn::StoreU(hn::InterleaveLower(d4, a, b), d4, to + k * kPanel);
@@ -265,7 +283,8 @@ struct Worker {
   }
 
   HWY_INLINE void load_key(int key, float* to) {
-    const int64_t at = item.pool_rows[key] * item.kv_row_stride * static_cast<int64_t>(dtype_bytes(item.kv_dtype));
+    const int64_t at =
+        item.pool_rows[key] * item.kv_row_stride * static_cast<int64_t>(dtype_bytes(item.kv_dtype));
     widen_row(static_cast<const char*>(item.kv) + at, item.kv_dtype, d_qk, to);
   }
 
@@ -282,7 +301,8 @@ struct Worker {
     for (int j = 0; j < n; ++j) {
       float* to = tile + j * layout.tile_ld;
       load_key(key + j, to);
-      // A tree row may be hidden from some rows, and 0 * NaN must not reach those: such a key is taken out of the products.
+      // A tree row may be hidden from some rows, and 0 * NaN must not reach those: such a key is taken out of
+      // the products.
       if (key + j >= item.prefix_len && !finite(to)) {
         std::memset(to, 0, sizeof(float) * d_qk);
         odd[num_odd++] = j;
@@ -303,7 +323,8 @@ struct Worker {
         if (k == 0)
           product<true>(n, n_keys, tile, layout.tile_ld, 1, panel, kPanel, depth, to, kSimdRows, nullptr);
         else
-          product<false>(n, n_keys, tile + k, layout.tile_ld, 1, panel, kPanel, depth, to, kSimdRows, nullptr);
+          product<false>(n, n_keys, tile + k, layout.tile_ld, 1, panel, kPanel, depth, to, kSimdRows,
+                         nullptr);
       }
     }
   }
@@ -373,7 +394,8 @@ struct Worker {
       double dot = 0;
       for (int k = 0; k < d_qk; ++k) dot += static_cast<double>(qr[k * kPanel]) * kv[k];
       const float s = static_cast<float>(dot * item.score_scale);
-      if (s == -std::numeric_limits<float>::infinity() && max[r] == s) continue;  // still no key with a weight
+      if (s == -std::numeric_limits<float>::infinity() && max[r] == s)
+        continue;  // still no key with a weight
       const float m = std::max(max[r], s);
       const float a = std::exp(max[r] - m), p = std::exp(s - m);
       float* o = acc + static_cast<int64_t>(r) * layout.out_ld;
@@ -421,17 +443,20 @@ struct Worker {
   }
 };
 
-void attend(const SimdItem& item, const SimdScratch& layout, float* scratch) { Worker(item, layout, scratch).attend(); }
+void attend(const SimdItem& item, const SimdScratch& layout, float* scratch) {
+  Worker(item, layout, scratch).attend();
+}
 
-void combine(const float* parts, const float* part_lse, const int* slots, int count, int rows_per_slot, int rows, int d_v,
-             void* out, DType out_dtype, float* lse, float* scratch) {
+void combine(const float* parts, const float* part_lse, const int* slots, int count, int rows_per_slot,
+             int rows, int d_v, void* out, DType out_dtype, float* lse, float* scratch) {
   constexpr float kNone = -std::numeric_limits<float>::infinity();
   for (int r = 0; r < rows; ++r) {
     auto lse_of = [&](int j) { return part_lse[static_cast<int64_t>(slots[j]) * rows_per_slot + r]; };
     float m = kNone;
     for (int j = 0; j < count; ++j) m = std::max(m, lse_of(j));
     double total = 0;
-    // Partials without a key are left out by choice, not by a zero weight: their rows hold zeros, but habits matter.
+    // Partials without a key are left out by choice, not by a zero weight: their rows hold zeros, but habits
+    // matter.
     for (int j = 0; j < count; ++j)
       if (lse_of(j) != kNone) total += std::exp(static_cast<double>(lse_of(j)) - m);
     std::fill_n(scratch, d_v, 0.0f);
@@ -443,7 +468,8 @@ void combine(const float* parts, const float* part_lse, const int* slots, int co
       for (int k = 0; k < d_v; ++k) scratch[k] = first ? w * part[k] : scratch[k] + w * part[k];
       first = false;
     }
-    narrow_row(scratch, d_v, out_dtype, static_cast<char*>(out) + r * static_cast<int64_t>(d_v) * dtype_bytes(out_dtype));
+    narrow_row(scratch, d_v, out_dtype,
+               static_cast<char*>(out) + r * static_cast<int64_t>(d_v) * dtype_bytes(out_dtype));
     if (lse) lse[r] = total == 0 ? kNone : static_cast<float>(m + std::log(total));
   }
 }
@@ -486,9 +512,10 @@ void simd_attend(const SimdItem& item, const SimdScratch& layout, float* scratch
   HWY_DYNAMIC_DISPATCH(attend)(item, layout, scratch);
 }
 
-void simd_combine(const float* parts, const float* part_lse, const int* slots, int count, int rows_per_slot, int rows,
-                  int d_v, void* out, DType out_dtype, float* lse, float* scratch) {
-  HWY_DYNAMIC_DISPATCH(combine)(parts, part_lse, slots, count, rows_per_slot, rows, d_v, out, out_dtype, lse, scratch);
+void simd_combine(const float* parts, const float* part_lse, const int* slots, int count, int rows_per_slot,
+                  int rows, int d_v, void* out, DType out_dtype, float* lse, float* scratch) {
+  HWY_DYNAMIC_DISPATCH(combine)
+  (parts, part_lse, slots, count, rows_per_slot, rows, d_v, out, out_dtype, lse, scratch);
 }
 
 std::vector<std::string> simd_targets() {

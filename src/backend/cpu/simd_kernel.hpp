@@ -22,7 +22,8 @@ struct SimdScratch {
   std::size_t floats = 0;                                                                  // in all
 };
 
-// Rows [row_begin, row_end) of a request, (node, head) pairs with heads fastest, against its keys [key_begin, key_end).
+// Rows [row_begin, row_end) of a request, (node, head) pairs with heads fastest, against its keys [key_begin,
+// key_end).
 struct SimdItem {
   MlaShape shape;
   const void* q = nullptr;  // the request's node 0
@@ -48,14 +49,15 @@ struct SimdItem {
 void simd_attend(const SimdItem& item, const SimdScratch& layout, float* scratch);
 
 // Merges `count` partials of `rows` rows. Partial j: out at parts + slots[j] * rows_per_slot * d_v, lse at
-// part_lse + slots[j] * rows_per_slot. Writes out [rows, d_v] and lse [rows] (may be null). `scratch` holds d_v floats.
-void simd_combine(const float* parts, const float* part_lse, const int* slots, int count, int rows_per_slot, int rows,
-                  int d_v, void* out, DType out_dtype, float* lse, float* scratch);
+// part_lse + slots[j] * rows_per_slot. Writes out [rows, d_v] and lse [rows] (may be null). `scratch` holds
+// d_v floats.
+void simd_combine(const float* parts, const float* part_lse, const int* slots, int count, int rows_per_slot,
+                  int rows, int d_v, void* out, DType out_dtype, float* lse, float* scratch);
 
 // Instruction sets compiled in and usable here, best first; the first is the one in use.
 std::vector<std::string> simd_targets();
-// Uses that instruction set from now on, in the whole process; "" goes back to the best. For tests. False if there is none
-// of that name here.
+// Uses that instruction set from now on, in the whole process; "" goes back to the best. For tests. False if
+// there is none of that name here.
 bool simd_force_target(const std::string& name);
 
 }  // namespace treemla

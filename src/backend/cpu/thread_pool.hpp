@@ -18,7 +18,8 @@ class ThreadPool {
   ~ThreadPool();
   int num_workers() const { return static_cast<int>(threads_.size()) + 1; }
 
-  // Returns when every worker is done; rethrows the first exception of any. Callers on several threads take turns.
+  // Returns when every worker is done; rethrows the first exception of any. Callers on several threads take
+  // turns.
   void run(const std::function<void(int)>& fn);
 
  private:

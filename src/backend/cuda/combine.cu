@@ -1,0 +1,98 @@
+// combine: merges the partial results of rows whose keys were split, and writes the rows that no request attends (out 0, lse -inf).
+//
+//     lse = log sum_j exp(lse_j)      out = sum_j exp(lse_j - lse) * out_j       over the partials j of the row
+//
+// A block a (node, head) row, d_v / 4 threads or fewer, each with 4 columns at a time. Weights are worked out once, 128 at a time:
+//
+//     shared: weights [128]                                 512 B
+//
+// Bound: memory; each partial is read once, (d_v + 1) * 4 B. A partial without weight is left out, never multiplied by zero: its
+// numbers may be NaN or stale. Rows that a kernel wrote itself cost one block that looks up its request and leaves.
+
+#include "backend/cuda/cuda_check.hpp"
+#include "backend/cuda/device_plan.hpp"
+#include "backend/cuda/kernel_io.cuh"
+#include "backend/cuda/work_cursor.cuh"
+
+namespace treemla {
+namespace {
+
+constexpr int kThreads = 128;
+
+__device__ void write_inert_row(const KernelArgs& args, int64_t row) {
+  for (int d = threadIdx.x; d < args.d_v; d += kThreads) store_any(args.out, args.out_dtype, row * args.d_v + d, 0.0f);
+  if (args.lse && threadIdx.x == 0) args.lse[row] = -INFINITY;
+}
+
+// Largest partial lse of the row: every warp works out the same.
+__device__ float largest_lse(const float* lse, const PartialSlots& slots, int rows_per_tile, int in_tile) {
+  float m = -INFINITY;
+  for (int j = threadIdx.x % 32; j < slots.count; j += 32) m = fmaxf(m, lse[static_cast<int64_t>(slots.slot(j)) * rows_per_tile + in_tile]);
+  return warp_max(m);
+}
+
+__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ KernelArgs args) {
+  __shared__ float weights[kThreads];
+  const int row = static_cast<int>(blockIdx.x), node = row / args.h_q;
+  const int index = find_request(args.plan, node);
+  if (index < 0) return write_inert_row(args, row);
+
+  const SplitParams& p = args.plan.params;
+  const DeviceRequest request = args.plan.requests[index];
+  const RequestCost cost = request_cost(p, request.q_len, request.kv_len);
+  const int row_in_request = row - request.q_begin * args.h_q;
+  const int tile = row_in_request / p.tile.rows_per_tile, in_tile = row_in_request - tile * p.tile.rows_per_tile;
+  const PartialSlots slots = partial_slots(p, cost, tile, request.start + cost.pair_start(tile), args.plan.header->payload,
+                                           request.unit_base + tile * cost.units);
+  if (slots.count == 1) return;
+  if (slots.slot(slots.count - 1) >= args.plan.num_slots) return;  // only lengths that lie come here
+
+  const float m = largest_lse(args.partial_lse, slots, p.tile.rows_per_tile, in_tile);
+  // Rounds of 4 columns a thread: one for d_v <= 512.
+  for (int first = 4 * threadIdx.x; first - 4 * static_cast<int>(threadIdx.x) < args.d_v; first += 4 * kThreads) {
+    const bool has_columns = first < args.d_v;
+    float sum = 0, acc[4] = {};
+    for (int j0 = 0; j0 < slots.count; j0 += kThreads) {
+      __syncthreads();
+      if (j0 + threadIdx.x < slots.count)
+        weights[threadIdx.x] = weight(args.partial_lse[static_cast<int64_t>(slots.slot(j0 + threadIdx.x)) * p.tile.rows_per_tile + in_tile], m);
+      __syncthreads();
+      const int n = slots.count - j0 < kThreads ? slots.count - j0 : kThreads;
+      if (!has_columns) continue;
+      const float* from = args.partial_out + static_cast<int64_t>(in_tile) * args.d_v + first;
+      const int64_t slot_size = static_cast<int64_t>(p.tile.rows_per_tile) * args.d_v;
+      // Every load is made, so that sixteen are on their way at once: one request alone leaves a partial a worker, and what it waits
+      // for is latency. A partial without weight is left out afterwards, for it may hold NaN.
+#pragma unroll 16
+      for (int j = 0; j < n; ++j) {
+        const float w = weights[j];
+        const float4 part = *reinterpret_cast<const float4*>(from + slots.slot(j0 + j) * slot_size);
+        sum += w;
+        acc[0] = w == 0 ? acc[0] : fmaf(w, part.x, acc[0]);
+        acc[1] = w == 0 ? acc[1] : fmaf(w, part.y, acc[1]);
+        acc[2] = w == 0 ? acc[2] : fmaf(w, part.z, acc[2]);
+        acc[3] = w == 0 ? acc[3] : fmaf(w, part.w, acc[3]);
+      }
+    }
+    // sum 0: no partial of the row saw a key.
+    for (int c = 0; has_columns && c < 4; ++c)
+      store_any(args.out, args.out_dtype, static_cast<int64_t>(row) * args.d_v + first + c, sum == 0 ? 0.0f : acc[c] / sum);
+    if (args.lse && first == 0) args.lse[row] = sum == 0 ? -INFINITY : m + logf(sum);
+  }
+}
+
+}  // namespace
+
+void launch_combine(const KernelArgs& args, cudaStream_t stream) {
+  const int64_t rows = static_cast<int64_t>(args.total_q) * args.h_q;
+  if (rows == 0) return;
+  combine_kernel<<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(args);
+  check_launch("combine_kernel");
+}
+
+void load_combine_kernel() {
+  cudaFuncAttributes attributes;
+  check_cuda(cudaFuncGetAttributes(&attributes, combine_kernel), "cudaFuncGetAttributes of combine_kernel");
+}
+
+}  // namespace treemla
