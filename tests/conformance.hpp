@@ -44,6 +44,8 @@ class Instance {
   explicit Instance(const CaseParam& param);
   // As above for a recorded case, tensors as stored.
   Instance(const Case& recorded, const Form& form);
+  Instance(Instance&&) = default;  // no copies: the problem points into the storage
+  Instance& operator=(Instance&&) = default;
   VerifyProblem problem() const;
   VerifyOutput output();
   void poison_output();

@@ -65,7 +65,7 @@ void attend_node(const HostPlan& plan, const VerifyProblem& p, const VerifyOutpu
   }
   std::vector<double> lse(h_q);
   for (int h = 0; h < h_q; ++h) {
-    const double* row = &s[static_cast<size_t>(h) * n];
+    const double* row = s.data() + static_cast<size_t>(h) * n;
     double m = -std::numeric_limits<double>::infinity(), sum = 0;
     for (int j = 0; j < n; ++j) m = std::max(m, row[j]);
     // m = -inf: no key, or none with a weight. Then sum stays 0 and lse becomes -inf, not NaN.
