@@ -2,9 +2,11 @@
 //
 //     lse = log sum_j exp(lse_j)      out = sum_j exp(lse_j - lse) * out_j       over the partials j of the row
 //
-// A block a (node, head) row, d_v / 4 threads or fewer, each with 4 columns at a time. Weights are worked out once, 128 at a time:
+// A block a (node, head) row. 128 threads have 4 columns each at a time; with few rows in the batch four such groups share out the
+// partials of a row, for then it is latency that counts. Weights are worked out once, 128 at a time:
 //
 //     shared: weights [128]                                 512 B
+//             acc [3 groups][128 threads][4], sum [3]     6,156 B, only with four groups
 //
 // Bound: memory; each partial is read once, (d_v + 1) * 4 B. A partial without weight is left out, never multiplied by zero: its
 // numbers may be NaN or stale. Rows that a kernel wrote itself cost one block that looks up its request and leaves.
@@ -17,10 +19,10 @@
 namespace treemla {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 128;  // of a group
 
 __device__ void write_inert_row(const KernelArgs& args, int64_t row) {
-  for (int d = threadIdx.x; d < args.d_v; d += kThreads) store_any(args.out, args.out_dtype, row * args.d_v + d, 0.0f);
+  for (int d = threadIdx.x; d < args.d_v; d += blockDim.x) store_any(args.out, args.out_dtype, row * args.d_v + d, 0.0f);
   if (args.lse && threadIdx.x == 0) args.lse[row] = -INFINITY;
 }
 
@@ -31,8 +33,12 @@ __device__ float largest_lse(const float* lse, const PartialSlots& slots, int ro
   return warp_max(m);
 }
 
-__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ KernelArgs args) {
+template <int kGroups>
+__global__ void __launch_bounds__(kThreads * kGroups) combine_kernel(const __grid_constant__ KernelArgs args) {
   __shared__ float weights[kThreads];
+  __shared__ float4 group_acc[kGroups > 1 ? kGroups - 1 : 1][kThreads];
+  __shared__ float group_sum[kGroups];
+  const int thread = threadIdx.x % kThreads, group = threadIdx.x / kThreads;
   const int row = static_cast<int>(blockIdx.x), node = row / args.h_q;
   const int index = find_request(args.plan, node);
   if (index < 0) return write_inert_row(args, row);
@@ -48,51 +54,72 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   if (slots.slot(slots.count - 1) >= args.plan.num_slots) return;  // only lengths that lie come here
 
   const float m = largest_lse(args.partial_lse, slots, p.tile.rows_per_tile, in_tile);
+  const int64_t slot_size = static_cast<int64_t>(p.tile.rows_per_tile) * args.d_v;
   // Rounds of 4 columns a thread: one for d_v <= 512.
-  for (int first = 4 * threadIdx.x; first - 4 * static_cast<int>(threadIdx.x) < args.d_v; first += 4 * kThreads) {
+  for (int round = 0; round < args.d_v; round += 4 * kThreads) {
+    const int first = round + 4 * thread;
     const bool has_columns = first < args.d_v;
-    float sum = 0, acc[4] = {};
+    float sum = 0;
+    float4 acc = make_float4(0, 0, 0, 0);
     for (int j0 = 0; j0 < slots.count; j0 += kThreads) {
       __syncthreads();
-      if (j0 + threadIdx.x < slots.count)
-        weights[threadIdx.x] = weight(args.partial_lse[static_cast<int64_t>(slots.slot(j0 + threadIdx.x)) * p.tile.rows_per_tile + in_tile], m);
+      if (group == 0 && j0 + thread < slots.count)
+        weights[thread] = weight(args.partial_lse[static_cast<int64_t>(slots.slot(j0 + thread)) * p.tile.rows_per_tile + in_tile], m);
       __syncthreads();
       const int n = slots.count - j0 < kThreads ? slots.count - j0 : kThreads;
       if (!has_columns) continue;
       const float* from = args.partial_out + static_cast<int64_t>(in_tile) * args.d_v + first;
-      const int64_t slot_size = static_cast<int64_t>(p.tile.rows_per_tile) * args.d_v;
       // Every load is made, so that sixteen are on their way at once: one request alone leaves a partial a worker, and what it waits
       // for is latency. A partial without weight is left out afterwards, for it may hold NaN.
 #pragma unroll 16
-      for (int j = 0; j < n; ++j) {
+      for (int j = group; j < n; j += kGroups) {
         const float w = weights[j];
         const float4 part = *reinterpret_cast<const float4*>(from + slots.slot(j0 + j) * slot_size);
         sum += w;
-        acc[0] = w == 0 ? acc[0] : fmaf(w, part.x, acc[0]);
-        acc[1] = w == 0 ? acc[1] : fmaf(w, part.y, acc[1]);
-        acc[2] = w == 0 ? acc[2] : fmaf(w, part.z, acc[2]);
-        acc[3] = w == 0 ? acc[3] : fmaf(w, part.w, acc[3]);
+        acc.x = w == 0 ? acc.x : fmaf(w, part.x, acc.x);
+        acc.y = w == 0 ? acc.y : fmaf(w, part.y, acc.y);
+        acc.z = w == 0 ? acc.z : fmaf(w, part.z, acc.z);
+        acc.w = w == 0 ? acc.w : fmaf(w, part.w, acc.w);
+      }
+    }
+    if constexpr (kGroups > 1) {
+      __syncthreads();  // the last round's readers are done
+      if (group > 0) group_acc[group - 1][thread] = acc;
+      if (thread == 0) group_sum[group] = sum;
+      __syncthreads();
+      if (group > 0) continue;
+      for (int g = 1; g < kGroups; ++g) {
+        const float4 other = group_acc[g - 1][thread];
+        acc = make_float4(acc.x + other.x, acc.y + other.y, acc.z + other.z, acc.w + other.w);
+        sum += group_sum[g];
       }
     }
     // sum 0: no partial of the row saw a key.
+    const float columns[4] = {acc.x, acc.y, acc.z, acc.w};
     for (int c = 0; has_columns && c < 4; ++c)
-      store_any(args.out, args.out_dtype, static_cast<int64_t>(row) * args.d_v + first + c, sum == 0 ? 0.0f : acc[c] / sum);
+      store_any(args.out, args.out_dtype, static_cast<int64_t>(row) * args.d_v + first + c, sum == 0 ? 0.0f : columns[c] / sum);
     if (args.lse && first == 0) args.lse[row] = sum == 0 ? -INFINITY : m + logf(sum);
   }
 }
+
+// Few rows leave the device idle while each waits for its partials in turn. Not where bits must not depend on the batch: the groups
+// add up in another order.
+bool shares_out(const KernelArgs& args, int64_t rows) { return rows <= 256 && args.plan.params.fixed_tiles == 0; }
 
 }  // namespace
 
 void launch_combine(const KernelArgs& args, cudaStream_t stream) {
   const int64_t rows = static_cast<int64_t>(args.total_q) * args.h_q;
   if (rows == 0) return;
-  combine_kernel<<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(args);
+  if (shares_out(args, rows)) combine_kernel<4><<<static_cast<unsigned>(rows), 4 * kThreads, 0, stream>>>(args);
+  else combine_kernel<1><<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(args);
   check_launch("combine_kernel");
 }
 
 void load_combine_kernel() {
   cudaFuncAttributes attributes;
-  check_cuda(cudaFuncGetAttributes(&attributes, combine_kernel), "cudaFuncGetAttributes of combine_kernel");
+  check_cuda(cudaFuncGetAttributes(&attributes, combine_kernel<1>), "cudaFuncGetAttributes of combine_kernel");
+  check_cuda(cudaFuncGetAttributes(&attributes, combine_kernel<4>), "cudaFuncGetAttributes of combine_kernel");
 }
 
 }  // namespace treemla
