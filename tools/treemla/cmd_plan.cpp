@@ -103,6 +103,17 @@ KernelModel generic_kernel(const PlanOptions& o, int max_rows) {
   return k;
 }
 
+// How often the row tiles of a request load its cache, on average over cached rows.
+double loads_per_row(const SplitParams& params, const Batch& batch) {
+  double loads = 0, rows = 0;
+  for (std::size_t r = 0; r < batch.q_len.size(); ++r) {
+    const int row_tiles = request_cost(params, batch.q_len[r], batch.kv_len[r]).row_tiles;
+    loads += double{1} * row_tiles * batch.kv_len[r];
+    rows += row_tiles > 0 ? batch.kv_len[r] : 0;
+  }
+  return rows > 0 ? loads / rows : 0;
+}
+
 // A plan is spelled out item by item: refuse what would not fit in memory.
 void check_size(const SplitParams& params, const Batch& batch) {
   constexpr double kMaxItems = 2e7;
@@ -151,6 +162,8 @@ std::string describe_kernel(const PlanOptions& o, const DeviceModel& device, con
   check_size(params, batch);
   const SplitPlan plan = make_split_plan(params, batch.q_len, batch.kv_len);
   s += describe(plan);
+  s += fmt::format("loads        every cached row {:.1f} times, once a row tile\n",
+                   loads_per_row(params, batch));
   if (is_gpu) {
     s += fmt::format("waves        {:.2f} of {} workers\n",
                      static_cast<double>(plan.busy_workers()) / workers, workers);
@@ -166,7 +179,7 @@ std::string describe_kernel(const PlanOptions& o, const DeviceModel& device, con
                      floor.bound());
     s += fmt::format("predicted    {} = floor / balance{}\n", time_text(predicted),
                      device.launch_us > 0 ? " + launch" : "");
-    s += "             the least that this split allows: latency, padded rows and the traffic of partials "
+    s += "             the least that this split allows: latency, padded rows, repeated loads and partials "
          "are left out\n";
   }
   if (o.items > 0) s += "\n" + list_items(plan, static_cast<int>(o.items));

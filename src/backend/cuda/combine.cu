@@ -69,9 +69,10 @@ __global__ void __launch_bounds__(kThreads * kGroups) combine_kernel(const __gri
       const int n = slots.count - j0 < kThreads ? slots.count - j0 : kThreads;
       if (!has_columns) continue;
       const float* from = args.partial_out + static_cast<int64_t>(in_tile) * args.d_v + first;
-      // Every load is made, so that sixteen are on their way at once: one request alone leaves a partial a worker, and what it waits
+      // Every load is made, so that many are on their way at once: one request alone leaves a partial a worker, and what it waits
       // for is latency. A partial without weight is left out afterwards, for it may hold NaN.
-#pragma unroll 16
+      constexpr int kInFlight = kGroups > 1 ? 9 : 16;
+#pragma unroll kInFlight
       for (int j = group; j < n; j += kGroups) {
         const float w = weights[j];
         const float4 part = *reinterpret_cast<const float4*>(from + slots.slot(j0 + j) * slot_size);
