@@ -69,18 +69,21 @@ __global__ void __launch_bounds__(kThreads * kGroups) combine_kernel(const __gri
       const int n = slots.count - j0 < kThreads ? slots.count - j0 : kThreads;
       if (!has_columns) continue;
       const float* from = args.partial_out + static_cast<int64_t>(in_tile) * args.d_v + first;
-      // Every load is made, so that many are on their way at once: one request alone leaves a partial a worker, and what it waits
-      // for is latency. A partial without weight is left out afterwards, for it may hold NaN.
+      // Loads first, so that many are on their way at once: one request alone leaves a partial a worker, and what it waits for is
+      // latency. A partial without weight is left out afterwards, for it may hold NaN.
       constexpr int kInFlight = kGroups > 1 ? 9 : 16;
-#pragma unroll kInFlight
-      for (int j = group; j < n; j += kGroups) {
-        const float w = weights[j];
-        const float4 part = *reinterpret_cast<const float4*>(from + slots.slot(j0 + j) * slot_size);
-        sum += w;
-        acc.x = w == 0 ? acc.x : fmaf(w, part.x, acc.x);
-        acc.y = w == 0 ? acc.y : fmaf(w, part.y, acc.y);
-        acc.z = w == 0 ? acc.z : fmaf(w, part.z, acc.z);
-        acc.w = w == 0 ? acc.w : fmaf(w, part.w, acc.w);
+      for (int j = group; j < n; j += kGroups * kInFlight) {
+        float4 part[kInFlight];
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i)
+          if (j + i * kGroups < n) part[i] = *reinterpret_cast<const float4*>(from + slots.slot(j0 + j + i * kGroups) * slot_size);
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+          const float w = j + i * kGroups < n ? weights[j + i * kGroups] : 0.0f;
+          if (w == 0) continue;
+          sum += w;
+          acc = make_float4(fmaf(w, part[i].x, acc.x), fmaf(w, part[i].y, acc.y), fmaf(w, part[i].z, acc.z), fmaf(w, part[i].w, acc.w));
+        }
       }
     }
     if constexpr (kGroups > 1) {
