@@ -11,7 +11,9 @@ namespace {
 
 TEST(FastDiv, DividesLikeTheProcessor) {
   std::mt19937_64 rng(3);
-  std::vector<int> divisors = {1, 2, 3, 5, 7, 16, 63, 64, 65, 1000, 65535, 65536, 65537, 1 << 30, (1 << 30) + 1, INT32_MAX - 1, INT32_MAX};
+  std::vector<int> divisors = {
+      1,        2, 3, 5, 7, 16, 63, 64, 65, 1000, 65535, 65536, 65537, 1 << 30, (1 << 30) + 1, INT32_MAX - 1,
+      INT32_MAX};
   for (int i = 0; i < 200; ++i) divisors.push_back(static_cast<int>(rng() % INT32_MAX) + 1);
   for (const int d : divisors) {
     const FastDiv div(d);

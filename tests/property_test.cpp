@@ -323,6 +323,19 @@ TEST(VerifierTest, OnePlanServesManyLayers) {
   }
 }
 
+// Memory beyond inputs and outputs is scratch of a worker and partials: far below 64 MB a thread.
+TEST(VerifierTest, WorkspaceIsSmall) {
+  CaseSpec spec;
+  spec.requests = {{4096, 9}};
+  const Case c = generate_case(spec);
+  for (int threads : {1, 2, 8}) {
+    Verifier v({.backend = "cpu_simd", .num_threads = threads});
+    v.plan(c.problem());
+    EXPECT_GT(v.workspace_bytes(), 0u);
+    EXPECT_LT(v.workspace_bytes(), threads * (std::size_t{4} << 20));
+  }
+}
+
 TEST(VerifierTest, LseIsOptional) {
   const Loose l(make({{3000, 9}}));
   const Result with = run(l.problem());

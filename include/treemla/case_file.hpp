@@ -52,7 +52,7 @@ class Case {
   friend Case read_case(const std::string& path);
   friend Case parse_case(const void* data, std::size_t size, const std::string& name);
   friend std::vector<std::byte> serialize_case(const Case&);
-  std::vector<CaseTensor> tensors_;  // in file order
+  std::vector<CaseTensor> tensors_;                            // in file order
   std::vector<std::pair<std::string, std::string>> metadata_;  // in file order, unknown keys kept
   std::vector<std::shared_ptr<const void>> owners_;            // mapping or heap blocks behind the tensors
 };

@@ -20,17 +20,19 @@ enum class IndexType : int { kI32 = 0, kI64 = 1 };
 // Where the memory behind the pointers of a problem lives.
 enum class Memory : int { kHost = 0, kDevice = 1 };
 
-constexpr std::size_t dtype_bytes(DType t) {
-  return t == DType::kF32 ? 4 : t == DType::kF8E4M3 ? 1 : 2;
-}
+constexpr std::size_t dtype_bytes(DType t) { return t == DType::kF32 ? 4 : t == DType::kF8E4M3 ? 1 : 2; }
 
 // "fp32", "fp16", "bf16", "e4m3".
 constexpr std::string_view dtype_name(DType t) {
   switch (t) {
-    case DType::kF32: return "fp32";
-    case DType::kF16: return "fp16";
-    case DType::kBF16: return "bf16";
-    case DType::kF8E4M3: return "e4m3";
+    case DType::kF32:
+      return "fp32";
+    case DType::kF16:
+      return "fp16";
+    case DType::kBF16:
+      return "bf16";
+    case DType::kF8E4M3:
+      return "e4m3";
   }
   return "?";
 }

@@ -67,9 +67,11 @@ enum class MaskKind : int {
 // encodings in use (dense, SGLang FULL_MASK and QLEN_ONLY, retrieve links).
 struct TreeMask {
   MaskKind kind = MaskKind::kNone;
-  const int32_t* parents = nullptr;  // [total_q] index inside the request's tree, -1 for its root; parents come first
-  const uint32_t* ancestor_bits = nullptr;  // [total_q, words_per_row]; bit j of row i: node i sees node j of its request
-  int words_per_row = 0;                    // >= ceil(max q_len / 32)
+  // [total_q] index inside the request's tree, -1 for its root; parents come first
+  const int32_t* parents = nullptr;
+  // [total_q, words_per_row]; bit j of row i: node i sees node j of its request
+  const uint32_t* ancestor_bits = nullptr;
+  int words_per_row = 0;  // >= ceil(max q_len / 32)
 };
 
 struct VerifyProblem {
@@ -79,7 +81,8 @@ struct VerifyProblem {
   KvPool kv;
   PageTable pages;
   const int32_t* q_indptr = nullptr;  // [b + 1]; request r owns query rows q_indptr[r] .. q_indptr[r + 1]
-  const int32_t* kv_len = nullptr;    // [b] cached rows of a request, its q_len tree rows included: they are the last q_len
+  // [b] cached rows of a request, its q_len tree rows included: they are the last q_len
+  const int32_t* kv_len = nullptr;
   TreeMask mask;
   double sm_scale = 0;  // (d_nope + d_rope)^-0.5 times YaRN's m^2: not derivable from d_qk, so always given
   Memory memory = Memory::kHost;  // of every pointer above and of the output
@@ -90,7 +93,7 @@ struct VerifyProblem {
 };
 
 struct VerifyOutput {
-  void* out = nullptr;  // [total_q, h_q, d_v], contiguous, every element is written
+  void* out = nullptr;            // [total_q, h_q, d_v], contiguous, every element is written
   DType out_dtype = DType::kF32;  // fp32, fp16 or bf16
   float* lse = nullptr;           // [total_q, h_q] natural log, or null if not wanted
 };

@@ -31,7 +31,8 @@ std::vector<int32_t> tree_positions(std::span<const int32_t> parents, int64_t pr
 // [q, words] with words >= words_per_row(q); 0 picks words_per_row(q).
 std::vector<uint32_t> bits_from_parents(std::span<const int32_t> parents, int words = 0, int request = 0);
 std::vector<uint8_t> dense_from_parents(std::span<const int32_t> parents, int request = 0);
-std::vector<uint8_t> full_mask_from_parents(std::span<const int32_t> parents, int64_t prefix_len, int request = 0);
+std::vector<uint8_t> full_mask_from_parents(std::span<const int32_t> parents, int64_t prefix_len,
+                                            int request = 0);
 
 // Bits from masks that need not be trees: any pattern is carried over.
 std::vector<uint32_t> bits_from_dense(std::span<const uint8_t> dense, int q_len, int words = 0);
@@ -54,8 +55,8 @@ struct RetrieveLinks {
 // Children in numbering order.
 RetrieveLinks links_from_parents(std::span<const int32_t> parents, int request = 0);
 // Rejects cycles, orphans, nodes reached twice, parents after their children and indices past the end.
-std::vector<int32_t> parents_from_links(std::span<const int32_t> next_token, std::span<const int32_t> next_sibling,
-                                        int request = 0);
+std::vector<int32_t> parents_from_links(std::span<const int32_t> next_token,
+                                        std::span<const int32_t> next_sibling, int request = 0);
 
 // The ancestor bits of a whole ragged batch: row q_indptr[r] + i holds node i of request r.
 // parents [total_q], q_indptr [b + 1] -> [total_q, words], words = words_per_row(largest q_len).

@@ -17,12 +17,14 @@
 namespace treemla {
 
 struct RunOptions {
-  std::string backend = "best";  // a name of list_backends(), or "best": the fastest one that takes the problem
-  int num_threads = 0;           // CPU backends: threads to use, 0 = one per core
+  // A name of list_backends(), or "best": the fastest one that takes the problem.
+  std::string backend = "best";
+  int num_threads = 0;  // CPU backends: threads to use, 0 = one per core
   // Split boundaries depend on absolute key position only: the rows of a request come out bit-equal alone, in any batch
   // and on any number of cores; a chain verified at once equals its tokens verified one by one.
   bool batch_invariant = false;
-  int split_keys = 0;      // keys a split when batch_invariant; 0 = the backend's default. Rounded up to whole key tiles
+  // Keys a split when batch_invariant; 0 = the backend's default. Rounded up to whole key tiles.
+  int split_keys = 0;
   void* stream = nullptr;  // cudaStream_t of device backends; work is enqueued, never synchronised
 };
 

@@ -24,13 +24,17 @@ void each_array(VerifyProblem& p, bool tensors, const Visit& visit) {
   const auto b = static_cast<std::size_t>(p.b), total_q = static_cast<std::size_t>(p.q.total_q);
   if (tensors) {
     const int64_t rows = p.kv.num_pages * p.kv.page_size;
-    visit(p.q.data, p.q.total_q == 0 ? 0
-                                     : static_cast<std::size_t>((p.q.total_q - 1) * q_token_stride(p) +
-                                                                (p.shape.h_q - 1) * q_head_stride(p) + p.shape.d_qk()) *
-                                           dtype_bytes(p.q.dtype));
-    visit(p.kv.data, rows == 0 ? 0 : static_cast<std::size_t>((rows - 1) * kv_row_stride(p) + p.shape.d_qk()) * dtype_bytes(p.kv.dtype));
+    visit(p.q.data, p.q.total_q == 0
+                        ? 0
+                        : static_cast<std::size_t>((p.q.total_q - 1) * q_token_stride(p) +
+                                                   (p.shape.h_q - 1) * q_head_stride(p) + p.shape.d_qk()) *
+                              dtype_bytes(p.q.dtype));
+    visit(p.kv.data, rows == 0 ? 0
+                               : static_cast<std::size_t>((rows - 1) * kv_row_stride(p) + p.shape.d_qk()) *
+                                     dtype_bytes(p.kv.dtype));
   }
-  visit(p.pages.entries, static_cast<std::size_t>(p.pages.num_entries) * (p.pages.index_type == IndexType::kI32 ? 4 : 8));
+  visit(p.pages.entries,
+        static_cast<std::size_t>(p.pages.num_entries) * (p.pages.index_type == IndexType::kI32 ? 4 : 8));
   visit(p.pages.indptr, (b + 1) * sizeof(int32_t));
   visit(p.q_indptr, (b + 1) * sizeof(int32_t));
   visit(p.kv_len, b * sizeof(int32_t));
@@ -49,7 +53,8 @@ void HostedProblem::place(const T*& pointer, std::size_t bytes) {
   pointer = static_cast<const T*>(blocks_.back().get());
 }
 
-HostedProblem::HostedProblem(const Backend& backend, const VerifyProblem& host) : backend_(backend), problem_(host) {
+HostedProblem::HostedProblem(const Backend& backend, const VerifyProblem& host)
+    : backend_(backend), problem_(host) {
   if (backend.memory() == Memory::kHost) return;
   set_bounds(problem_, host);
   each_array(problem_, true, [&](auto& pointer, std::size_t bytes) { place(pointer, bytes); });
@@ -75,7 +80,9 @@ void HostedProblem::refresh(const VerifyProblem& host, void* stream) {
   });
   std::size_t i = 0;
   each_array(problem_, false, [&](auto& pointer, std::size_t) {
-    if (pointer != nullptr) backend_.space().upload(const_cast<void*>(static_cast<const void*>(pointer)), sources[i], sizes[i], stream);
+    if (pointer != nullptr)
+      backend_.space().upload(const_cast<void*>(static_cast<const void*>(pointer)), sources[i], sizes[i],
+                              stream);
     ++i;
   });
   backend_.space().synchronize(stream);
@@ -114,8 +121,10 @@ void verify_hosted(const VerifyProblem& host, const VerifyOutput& output, const 
   check_problem(host);
   check_output(host, output);
   const Backend* backend = find_backend(options.backend);
-  if (!backend || backend->memory() == Memory::kHost) return verify(host, output, options);  // "best", or an unknown name's error
-  if (const Support s = backend->available(); !s.ok) return verify(host, output, options);   // throws with the reason
+  if (!backend || backend->memory() == Memory::kHost)
+    return verify(host, output, options);  // "best", or an unknown name's error
+  if (const Support s = backend->available(); !s.ok)
+    return verify(host, output, options);  // throws with the reason
   HostedProblem there(*backend, host);
   HostedOutput out(*backend, host, output);
   Verifier verifier(options);

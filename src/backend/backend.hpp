@@ -45,7 +45,8 @@ class MemorySpace {
   virtual void release_stream(void* stream) const noexcept = 0;
   // Seconds of each of `samples` runs of what `enqueue` puts on `stream`, after a warm-up. A device replays it as a graph; cold:
   // with the last-level cache flushed before each sample.
-  virtual std::vector<double> measure(void* stream, const std::function<void()>& enqueue, int samples, bool cold) const = 0;
+  virtual std::vector<double> measure(void* stream, const std::function<void()>& enqueue, int samples,
+                                      bool cold) const = 0;
 };
 
 // Plain memory of this process.
@@ -61,10 +62,12 @@ class Backend {
   virtual Support available() const = 0;
   // Would it run this (already checked) problem?
   virtual Support supports(const VerifyProblem& problem) const = 0;
-  virtual std::unique_ptr<BackendPlan> plan(const VerifyProblem& problem, const RunOptions& options) const = 0;
+  virtual std::unique_ptr<BackendPlan> plan(const VerifyProblem& problem,
+                                            const RunOptions& options) const = 0;
   // Once before run(), and again whenever lengths, page tables or mask of a device problem change: enqueues what the device
   // itself computes of the plan into `workspace`. Allocates nothing, so it may be captured into a graph.
-  virtual void prepare(const BackendPlan&, const VerifyProblem&, void* /*workspace*/, const RunOptions&) const {}
+  virtual void prepare(const BackendPlan&, const VerifyProblem&, void* /*workspace*/,
+                       const RunOptions&) const {}
   // What check_problem() can't see of a problem in this backend's memory: see check_device_problem().
   virtual void check_contents(const VerifyProblem&, void* /*stream*/) const {}
   // Waits for the device and throws Error(kInvalidArgument) if prepare() or run() met lengths, page entries or parents that

@@ -30,7 +30,8 @@ class HostMemory : public MemorySpace {
   void* make_stream() const override { return nullptr; }
   void release_stream(void*) const noexcept override {}
 
-  std::vector<double> measure(void*, const std::function<void()>& enqueue, int samples, bool cold) const override {
+  std::vector<double> measure(void*, const std::function<void()>& enqueue, int samples,
+                              bool cold) const override {
     // Writing it puts other lines than the caller's into every cache.
     std::vector<char> flush(cold ? std::size_t{256} << 20 : 0);
     enqueue();

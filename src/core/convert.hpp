@@ -78,10 +78,17 @@ inline float load_element(const void* data, DType t, int64_t i) {
   uint16_t h;
   float f;
   switch (t) {
-    case DType::kF32: std::memcpy(&f, bytes + 4 * i, 4); return f;
-    case DType::kF16: std::memcpy(&h, bytes + 2 * i, 2); return f16_to_float(h);
-    case DType::kBF16: std::memcpy(&h, bytes + 2 * i, 2); return bf16_to_float(h);
-    case DType::kF8E4M3: return e4m3_to_float(bytes[i]);
+    case DType::kF32:
+      std::memcpy(&f, bytes + 4 * i, 4);
+      return f;
+    case DType::kF16:
+      std::memcpy(&h, bytes + 2 * i, 2);
+      return f16_to_float(h);
+    case DType::kBF16:
+      std::memcpy(&h, bytes + 2 * i, 2);
+      return bf16_to_float(h);
+    case DType::kF8E4M3:
+      return e4m3_to_float(bytes[i]);
   }
   return 0;
 }
@@ -90,10 +97,20 @@ inline void store_element(void* data, DType t, int64_t i, float x) {
   auto* bytes = static_cast<unsigned char*>(data);
   uint16_t h;
   switch (t) {
-    case DType::kF32: std::memcpy(bytes + 4 * i, &x, 4); return;
-    case DType::kF16: h = float_to_f16(x); std::memcpy(bytes + 2 * i, &h, 2); return;
-    case DType::kBF16: h = float_to_bf16(x); std::memcpy(bytes + 2 * i, &h, 2); return;
-    case DType::kF8E4M3: bytes[i] = float_to_e4m3(x); return;
+    case DType::kF32:
+      std::memcpy(bytes + 4 * i, &x, 4);
+      return;
+    case DType::kF16:
+      h = float_to_f16(x);
+      std::memcpy(bytes + 2 * i, &h, 2);
+      return;
+    case DType::kBF16:
+      h = float_to_bf16(x);
+      std::memcpy(bytes + 2 * i, &h, 2);
+      return;
+    case DType::kF8E4M3:
+      bytes[i] = float_to_e4m3(x);
+      return;
   }
 }
 

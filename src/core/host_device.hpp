@@ -26,7 +26,7 @@ TREEMLA_HD constexpr T round_up(T a, T b) {
 TREEMLA_HD inline int64_t quotient64(int64_t a, int64_t b) {
 #if defined(__CUDA_ARCH__)
   const float inverse = __fdividef(1.0f, static_cast<float>(b));
-  int64_t q = static_cast<int64_t>(static_cast<float>(a) * inverse);       // off by up to q / 2^21
+  int64_t q = static_cast<int64_t>(static_cast<float>(a) * inverse);           // off by up to q / 2^21
   q += static_cast<int64_t>(floorf(static_cast<float>(a - q * b) * inverse));  // by one
   const int64_t left = a - q * b;
   return left < 0 ? q - 1 : left >= b ? q + 1 : q;

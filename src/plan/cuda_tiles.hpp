@@ -14,7 +14,9 @@ struct NaiveTile {
   static constexpr int kBytesPerKey = 4;  // a float32 score
   // The query and the scratch of block-wide sums; the scores come on top.
   static constexpr int fixed_bytes(int d_qk) { return 4 * (round_up(d_qk, 4) + kThreads); }
-  static constexpr int64_t smem_bytes(int d_qk, int64_t keys) { return fixed_bytes(d_qk) + kBytesPerKey * round_up<int64_t>(keys, 4); }
+  static constexpr int64_t smem_bytes(int d_qk, int64_t keys) {
+    return fixed_bytes(d_qk) + kBytesPerKey * round_up<int64_t>(keys, 4);
+  }
   // One key tile for all keys of a row: nothing is ever split.
   static constexpr TilePolicy policy(int64_t keys) {
     TilePolicy t;
@@ -87,7 +89,9 @@ struct Fp32Tile {
   constexpr int q_bytes() const { return 4 * kWarps * slice() * rows(); }
   constexpr int ring_bytes() const { return 4 * kWarps * slice() * slots; }
   constexpr int scores_bytes() const { return 4 * keys * stride(); }
-  constexpr int smem_bytes() const { return q_bytes() + ring_bytes() + (kWarps + 1) * scores_bytes() + 4 * rows(); }
+  constexpr int smem_bytes() const {
+    return q_bytes() + ring_bytes() + (kWarps + 1) * scores_bytes() + 4 * rows();
+  }
 
   // In tenths of a microsecond on the H200.
   constexpr TilePolicy policy() const {
@@ -111,10 +115,8 @@ inline constexpr Fp32Tile kFp32Tiles[] = {
     {512, 4, 32, 44, 1, 49},   // few rows
     {512, 2, 32, 56, 2, 33},   // 8 rows, a decoded token of a TP8 rank: the deep ring hides the memory
     {512, 4, 16, 20, 1, 34},   // sm_86, sm_89, sm_120: all that 99 KB hold
-    {512, 2, 16, 32, 1, 23},
-    {256, 10, 32, 48, 1, 60},  // sm_80, sm_90
-    {256, 6, 32, 44, 1, 44},
-    {256, 4, 32, 44, 1, 32},   // from here on any card
+    {512, 2, 16, 32, 1, 23},  {256, 10, 32, 48, 1, 60},  // sm_80, sm_90
+    {256, 6, 32, 44, 1, 44},  {256, 4, 32, 44, 1, 32},   // from here on any card
     {256, 2, 32, 56, 1, 23},
 };
 
@@ -126,7 +128,8 @@ constexpr Fp32Tile find_fp32_tile(int d_v, int rows, int keys) {
 
 // The tile that should end first for `requests` requests of about `rows` (node, head) rows and at most `keys` keys; null if none fits the
 // card. Cards that can hold tiles of 32 keys never mix them with those of 16, so that a row's bits don't depend on the choice.
-inline const Fp32Tile* choose_fp32_tile(int d_v, int64_t requests, int64_t rows, int64_t keys, int num_workers, int64_t smem_per_block) {
+inline const Fp32Tile* choose_fp32_tile(int d_v, int64_t requests, int64_t rows, int64_t keys,
+                                        int num_workers, int64_t smem_per_block) {
   const Fp32Tile* best = nullptr;
   int64_t best_cost = 0;
   for (const Fp32Tile& t : kFp32Tiles) {

@@ -24,32 +24,34 @@ namespace treemla {
 
 // How a kernel tiles, and what its steps cost in units that only matter relative to each other.
 struct TilePolicy {
-  int rows_per_tile = 64;    // (node, head) rows that share the loaded keys
-  int row_granularity = 1;   // rows are padded to this inside a tile
+  int rows_per_tile = 64;   // (node, head) rows that share the loaded keys
+  int row_granularity = 1;  // rows are padded to this inside a tile
   int keys_per_tile = 64;
-  int row_cost = 1;          // cost of one (padded) row over one key tile
-  int load_cost = 0;         // cost of loading one key tile, whatever the rows
-  int pair_cost = 0;         // cost of beginning and ending a row tile in a worker: q load, output or partial write
+  int row_cost = 1;   // cost of one (padded) row over one key tile
+  int load_cost = 0;  // cost of loading one key tile, whatever the rows
+  int pair_cost = 0;  // cost of beginning and ending a row tile in a worker: q load, output or partial write
 };
 
 struct SplitParams {
   TilePolicy tile;
   int h_q = 1;
   int num_workers = 1;
-  int fixed_tiles = 0;        // key tiles a split, or 0: balanced
-  int64_t min_payload = 0;    // least cost worth a worker of its own (balanced mode)
+  int fixed_tiles = 0;      // key tiles a split, or 0: balanced
+  int64_t min_payload = 0;  // least cost worth a worker of its own (balanced mode)
 };
 
 // One request on the line.
 struct RequestCost {
-  int rows = 0;           // q_len * h_q, or 0 if the request is inert
+  int rows = 0;  // q_len * h_q, or 0 if the request is inert
   int row_tiles = 0;
   int key_tiles = 0;
   int units = 0;          // per pair: key tiles, or chunks of them
   int64_t full_unit = 0;  // cost of a unit of a full row tile
   int64_t last_unit = 0;  // of the last row tile, which may be narrower
   int64_t offset = 0;     // cost of a pair before its first unit
-  TREEMLA_HD int64_t unit_cost(int row_tile) const { return row_tile + 1 < row_tiles ? full_unit : last_unit; }
+  TREEMLA_HD int64_t unit_cost(int row_tile) const {
+    return row_tile + 1 < row_tiles ? full_unit : last_unit;
+  }
   TREEMLA_HD int64_t pair_start(int row_tile) const { return row_tile * (offset + units * full_unit); }
   TREEMLA_HD int64_t total() const {
     return row_tiles == 0 ? 0 : pair_start(row_tiles - 1) + offset + units * last_unit;
@@ -65,7 +67,8 @@ TREEMLA_HD inline RequestCost request_cost(const SplitParams& p, int q_len, int 
   if (q_len <= 0 || kv_len <= 0) return c;
   c.rows = q_len * p.h_q;
   c.row_tiles = ceil_div(c.rows, p.tile.rows_per_tile);
-  c.key_tiles = kv_len / p.tile.keys_per_tile + (kv_len % p.tile.keys_per_tile != 0);  // no sum that could overflow
+  c.key_tiles =
+      kv_len / p.tile.keys_per_tile + (kv_len % p.tile.keys_per_tile != 0);  // no sum that could overflow
   const int last_rows = c.rows - (c.row_tiles - 1) * p.tile.rows_per_tile;
   c.full_unit = tile_cost(p.tile, p.tile.rows_per_tile);
   c.last_unit = tile_cost(p.tile, last_rows);
@@ -94,14 +97,18 @@ struct UnitRange {
 };
 
 // Units of the pair that starts at coordinate `start` which `worker` owns.
-TREEMLA_HD inline UnitRange worker_units(const RequestCost& c, int row_tile, int64_t start, int64_t payload, int worker) {
+TREEMLA_HD inline UnitRange worker_units(const RequestCost& c, int row_tile, int64_t start, int64_t payload,
+                                         int worker) {
   const int64_t unit = c.unit_cost(row_tile), first = start + c.offset;
   const int64_t lo = worker * payload - first, hi = lo + payload;
-  const int64_t begin = lo <= 0 ? 0 : quotient64(lo + unit - 1, unit), end = hi <= 0 ? 0 : quotient64(hi + unit - 1, unit);
-  return {static_cast<int>(begin < c.units ? begin : c.units), static_cast<int>(end < c.units ? end : c.units)};
+  const int64_t begin = lo <= 0 ? 0 : quotient64(lo + unit - 1, unit),
+                end = hi <= 0 ? 0 : quotient64(hi + unit - 1, unit);
+  return {static_cast<int>(begin < c.units ? begin : c.units),
+          static_cast<int>(end < c.units ? end : c.units)};
 }
 
-TREEMLA_HD inline int worker_of_unit(const RequestCost& c, int row_tile, int64_t start, int64_t payload, int unit) {
+TREEMLA_HD inline int worker_of_unit(const RequestCost& c, int row_tile, int64_t start, int64_t payload,
+                                     int unit) {
   return static_cast<int>(quotient64(start + c.offset + unit * c.unit_cost(row_tile), payload));
 }
 
@@ -116,8 +123,8 @@ struct PartialSlots {
 // Balanced mode: a worker has at most two partials, of a pair begun before it (slot 2w) and of one that goes on after it
 // (slot 2w + 1), so 2 * num_workers slots are enough for any lengths. Fixed mode: slots are numbered along the line;
 // `unit_base` is the number of units before this pair.
-TREEMLA_HD inline PartialSlots partial_slots(const SplitParams& p, const RequestCost& c, int row_tile, int64_t start,
-                                             int64_t payload, int unit_base) {
+TREEMLA_HD inline PartialSlots partial_slots(const SplitParams& p, const RequestCost& c, int row_tile,
+                                             int64_t start, int64_t payload, int unit_base) {
   if (p.fixed_tiles > 0) return {c.units, unit_base, unit_base + 1, 1};
   const int w0 = worker_of_unit(c, row_tile, start, payload, 0);
   const int w1 = worker_of_unit(c, row_tile, start, payload, c.units - 1);

@@ -29,11 +29,11 @@ struct CombineItem {
 
 struct SplitPlan {
   SplitParams params;
-  std::vector<WorkItem> items;       // grouped by worker, in line order
-  std::vector<int> worker_indptr;    // [num_workers + 1] into items
+  std::vector<WorkItem> items;     // grouped by worker, in line order
+  std::vector<int> worker_indptr;  // [num_workers + 1] into items
   std::vector<CombineItem> combines;
-  std::vector<int> inert;            // requests with rows but no keys: out 0, lse -inf
-  int num_partials = 0;              // slots to allocate, each [rows_per_tile, d_v] and [rows_per_tile]
+  std::vector<int> inert;  // requests with rows but no keys: out 0, lse -inf
+  int num_partials = 0;    // slots to allocate, each [rows_per_tile, d_v] and [rows_per_tile]
   int64_t total_cost = 0;
   int64_t max_worker_cost = 0;
   // Mean over busiest worker: 1 is perfect.
@@ -42,7 +42,8 @@ struct SplitPlan {
 };
 
 // q_len [b], kv_len [b] as check_problem() accepts them.
-SplitPlan make_split_plan(const SplitParams& params, std::span<const int32_t> q_len, std::span<const int32_t> kv_len);
+SplitPlan make_split_plan(const SplitParams& params, std::span<const int32_t> q_len,
+                          std::span<const int32_t> kv_len);
 
 // A few lines for people: tiles, workers, splits, partials, balance.
 std::string describe(const SplitPlan& plan);

@@ -15,7 +15,7 @@ struct KernelModel {
   std::string backend;  // "cpu_simd", ...
   TilePolicy tile;
   int threads_per_block = 1;
-  int regs_per_thread = 0;      // 0 on a CPU
+  int regs_per_thread = 0;  // 0 on a CPU
   int smem_per_block_bytes = 0;
   bool tensor_cores = false;
 };

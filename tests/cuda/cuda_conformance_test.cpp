@@ -94,7 +94,8 @@ class CudaBackends : public testing::TestWithParam<std::string> {
     EXPECT_GT(run, 0);
   }
 };
-INSTANTIATE_TEST_SUITE_P(All, CudaBackends, testing::ValuesIn(cuda_backends()), [](const auto& i) { return i.param; });
+INSTANTIATE_TEST_SUITE_P(All, CudaBackends, testing::ValuesIn(cuda_backends()),
+                         [](const auto& i) { return i.param; });
 
 TEST_P(CudaBackends, Smoke) { run_suite(smoke()); }
 TEST_P(CudaBackends, Corner) { run_suite(corner()); }
@@ -109,8 +110,9 @@ TEST_P(CudaBackends, RecordedCases) {
       verify_hosted(instance.problem(), instance.output(), {.backend = GetParam()});
       const Comparison result = instance.judge();
       EXPECT_TRUE(result.ok) << entry.path() << ": " << result.failure;
-      fmt::print("    {} {} {}: rel {:.2e}, abs {:.2e}, lse {:.2e}, {:.0f}% of the bound\n", entry.path().stem().string(), GetParam(),
-                 dtype_name(out), result.rel_fro, result.max_abs, result.max_lse, 100 * result.max_out);
+      fmt::print("    {} {} {}: rel {:.2e}, abs {:.2e}, lse {:.2e}, {:.0f}% of the bound\n",
+                 entry.path().stem().string(), GetParam(), dtype_name(out), result.rel_fro, result.max_abs,
+                 result.max_lse, 100 * result.max_out);
     }
   }
 }
@@ -121,8 +123,13 @@ TEST_P(CudaBackends, NearUniform) {
     int h_q;
     std::vector<RequestSpec> requests;
   };
-  const Shape shapes[] = {{64, {{512, 9}}},   {8, {{0, 9}}},    {16, {{2048, 17}}}, {64, {{2048, 9}}},
-                          {64, {{128, 33}}}, {8, {{4096, 33}}}, {20, {{300, 4}, {63, 4}, {17, 4}}}};
+  const Shape shapes[] = {{64, {{512, 9}}},
+                          {8, {{0, 9}}},
+                          {16, {{2048, 17}}},
+                          {64, {{2048, 9}}},
+                          {64, {{128, 33}}},
+                          {8, {{4096, 33}}},
+                          {20, {{300, 4}, {63, 4}, {17, 4}}}};
   for (const Shape& s : shapes) {
     CaseSpec spec;
     spec.requests = s.requests;
@@ -139,7 +146,8 @@ TEST_P(CudaBackends, NearUniform) {
     verify_hosted(instance.problem(), instance.output(), {.backend = GetParam()});
     const Comparison c = instance.judge();
     EXPECT_TRUE(c.ok) << c.failure;
-    fmt::print("    {} h_q {} prefix {}: worst error {:.2e}\n", GetParam(), s.h_q, s.requests[0].prefix_len, c.max_abs);
+    fmt::print("    {} h_q {} prefix {}: worst error {:.2e}\n", GetParam(), s.h_q, s.requests[0].prefix_len,
+               c.max_abs);
     EXPECT_LE(c.max_abs, 5e-8);
   }
 }
@@ -157,11 +165,13 @@ TEST_P(CudaBackends, LongPrefix) {
   for (const bool batch_invariant : {false, true}) {
     instance->poison_output();
     verify_hosted(instance->problem(), instance->output(),
-                  {.backend = GetParam(), .batch_invariant = batch_invariant, .split_keys = batch_invariant ? 1 << 20 : 0});
+                  {.backend = GetParam(),
+                   .batch_invariant = batch_invariant,
+                   .split_keys = batch_invariant ? 1 << 20 : 0});
     const Comparison c = instance->judge();
     EXPECT_TRUE(c.ok) << c.failure;
-    fmt::print("    {} {}: rel {:.2e}, abs {:.2e}, lse {:.2e}\n", GetParam(), batch_invariant ? "in one piece" : "split", c.rel_fro, c.max_abs,
-               c.max_lse);
+    fmt::print("    {} {}: rel {:.2e}, abs {:.2e}, lse {:.2e}\n", GetParam(),
+               batch_invariant ? "in one piece" : "split", c.rel_fro, c.max_abs, c.max_lse);
   }
 }
 
@@ -185,7 +195,9 @@ class Arrays {
   std::vector<std::unique_ptr<void, void (*)(void*)>> blocks_;
 };
 
-auto key(const WorkItem& i) { return std::tuple(i.worker, i.request, i.row_begin, i.row_end, i.key_begin, i.key_end, i.partial); }
+auto key(const WorkItem& i) {
+  return std::tuple(i.worker, i.request, i.row_begin, i.row_end, i.key_begin, i.key_end, i.partial);
+}
 
 TEST(DevicePlan, EqualsTheHostPlanItemByItem) {
   std::mt19937_64 rng(1);
@@ -237,10 +249,12 @@ TEST(DevicePlan, EqualsTheHostPlanItemByItem) {
     view.header = a.header;
     view.requests = a.requests;
     std::size_t most = 1;
-    for (int w = 0; w < s.num_workers; ++w) most = std::max<std::size_t>(most, host.worker_indptr[w + 1] - host.worker_indptr[w]);
+    for (int w = 0; w < s.num_workers; ++w)
+      most = std::max<std::size_t>(most, host.worker_indptr[w + 1] - host.worker_indptr[w]);
     const std::vector<WorkItem> items = list_device_items(view, static_cast<int>(most) + 1, nullptr);
     ASSERT_EQ(items.size(), host.items.size()) << "round " << round;
-    for (std::size_t i = 0; i < items.size(); ++i) ASSERT_EQ(key(items[i]), key(host.items[i])) << "round " << round << " item " << i;
+    for (std::size_t i = 0; i < items.size(); ++i)
+      ASSERT_EQ(key(items[i]), key(host.items[i])) << "round " << round << " item " << i;
   }
 }
 
@@ -251,7 +265,8 @@ struct Serving {
   static constexpr int kRequests = 6, kTotalQ = 60, kStride = 700, kPool = 4096;
   MlaShape shape{5, 512, 64};
   Floats q, kv;
-  std::vector<int32_t> q_indptr = std::vector<int32_t>(kRequests + 1), kv_len = std::vector<int32_t>(kRequests), parents, entries;
+  std::vector<int32_t> q_indptr = std::vector<int32_t>(kRequests + 1),
+                       kv_len = std::vector<int32_t>(kRequests), parents, entries;
 
   explicit Serving(uint64_t seed) : entries(kRequests * kStride, 2147480000) {
     q.resize(static_cast<std::size_t>(kTotalQ) * shape.h_q * shape.d_qk());
@@ -310,7 +325,10 @@ TEST_P(CudaBackends, OneGraphServesManyLengths) {
     };
     poison();
     HostedOutput output(backend, there.problem(), {out.data(), DType::kF32, lse.data()});
-    Verifier verifier({.backend = GetParam(), .batch_invariant = batch_invariant, .split_keys = batch_invariant ? 128 : 0, .stream = stream});
+    Verifier verifier({.backend = GetParam(),
+                       .batch_invariant = batch_invariant,
+                       .split_keys = batch_invariant ? 128 : 0,
+                       .stream = stream});
     verifier.plan(there.problem());
     cudaGraph_t graph;
     cudaGraphExec_t exec;
@@ -329,12 +347,16 @@ TEST_P(CudaBackends, OneGraphServesManyLengths) {
       ASSERT_NO_THROW(verifier.check_device()) << "set " << set;
 
       const int used = s.q_indptr.back();
-      Floats expected(static_cast<std::size_t>(used) * s.shape.h_q * s.shape.d_v), expected_lse(static_cast<std::size_t>(used) * s.shape.h_q);
+      Floats expected(static_cast<std::size_t>(used) * s.shape.h_q * s.shape.d_v),
+          expected_lse(static_cast<std::size_t>(used) * s.shape.h_q);
       verify(s.problem(used), {expected.data(), DType::kF32, expected_lse.data()}, {.backend = "cpu_oracle"});
-      const Comparison c = compare(s.shape, used, out.data(), expected.data(), lse.data(), expected_lse.data(), Precision::kF32);
+      const Comparison c = compare(s.shape, used, out.data(), expected.data(), lse.data(),
+                                   expected_lse.data(), Precision::kF32);
       ASSERT_TRUE(c.ok) << "set " << set << ": " << c.failure;
-      for (std::size_t i = expected.size(); i < out.size(); ++i) ASSERT_EQ(out[i], 0.0f) << "set " << set << ": a padded row";
-      for (std::size_t i = expected_lse.size(); i < lse.size(); ++i) ASSERT_EQ(lse[i], -std::numeric_limits<float>::infinity());
+      for (std::size_t i = expected.size(); i < out.size(); ++i)
+        ASSERT_EQ(out[i], 0.0f) << "set " << set << ": a padded row";
+      for (std::size_t i = expected_lse.size(); i < lse.size(); ++i)
+        ASSERT_EQ(lse[i], -std::numeric_limits<float>::infinity());
     }
     cudaGraphExecDestroy(exec);
     cudaGraphDestroy(graph);
@@ -352,11 +374,13 @@ struct Alone {
     const int q_begin = p.q_indptr[r], q_len = p.q_indptr[r + 1] - q_begin, prefix = p.kv_len[r] - q_len;
     q_indptr = {0, count};
     kv_len = {prefix + first + count};
-    for (int t = 0; t < kv_len[0]; ++t) entries.push_back(static_cast<int32_t>(pool_row(p.pages, p.kv.page_size, page_base(p.pages, r), t)));
+    for (int t = 0; t < kv_len[0]; ++t)
+      entries.push_back(static_cast<int32_t>(pool_row(p.pages, p.kv.page_size, page_base(p.pages, r), t)));
     indptr = {0, kv_len[0]};
     if (kind == MaskKind::kTree) parents.assign(p.mask.parents + q_begin, p.mask.parents + q_begin + count);
     problem.b = 1;
-    problem.q.data = static_cast<const char*>(p.q.data) + (q_begin + first) * q_token_stride(p) * static_cast<int64_t>(dtype_bytes(p.q.dtype));
+    problem.q.data = static_cast<const char*>(p.q.data) +
+                     (q_begin + first) * q_token_stride(p) * static_cast<int64_t>(dtype_bytes(p.q.dtype));
     problem.q.total_q = count;
     problem.kv.num_pages = p.kv.num_pages * p.kv.page_size;
     problem.kv.page_size = 1;
@@ -371,13 +395,16 @@ struct Alone {
 
 struct Rows {
   Floats out, lse;
-  Rows(const VerifyProblem& p, const RunOptions& options) : out(p.q.total_q * p.shape.h_q * p.shape.d_v), lse(p.q.total_q * p.shape.h_q) {
+  Rows(const VerifyProblem& p, const RunOptions& options)
+      : out(p.q.total_q * p.shape.h_q * p.shape.d_v), lse(p.q.total_q * p.shape.h_q) {
     verify_hosted(p, {out.data(), DType::kF32, lse.data()}, options);
   }
   // Of `count` nodes from `first` on.
   Floats nodes(const MlaShape& s, int first, int count) const {
-    Floats f(out.begin() + static_cast<int64_t>(first) * s.h_q * s.d_v, out.begin() + static_cast<int64_t>(first + count) * s.h_q * s.d_v);
-    f.insert(f.end(), lse.begin() + static_cast<int64_t>(first) * s.h_q, lse.begin() + static_cast<int64_t>(first + count) * s.h_q);
+    Floats f(out.begin() + static_cast<int64_t>(first) * s.h_q * s.d_v,
+             out.begin() + static_cast<int64_t>(first + count) * s.h_q * s.d_v);
+    f.insert(f.end(), lse.begin() + static_cast<int64_t>(first) * s.h_q,
+             lse.begin() + static_cast<int64_t>(first + count) * s.h_q);
     return f;
   }
 };
@@ -398,12 +425,14 @@ TEST_P(CudaBackends, BatchInvariant) {
         const int begin = p.q_indptr[r], q_len = p.q_indptr[r + 1] - begin;
         if (q_len == 0) continue;
         const Alone alone(p, r, 0, q_len, MaskKind::kTree);
-        EXPECT_TRUE(same_bits(Rows(alone.problem, options).nodes(p.shape, 0, q_len), batch.nodes(p.shape, begin, q_len)))
+        EXPECT_TRUE(same_bits(Rows(alone.problem, options).nodes(p.shape, 0, q_len),
+                              batch.nodes(p.shape, begin, q_len)))
             << "request " << r << " alone, split " << split;
         if (tree != TreeKind::kChain) continue;
         for (int i = 0; i < q_len; ++i) {
           const Alone one(p, r, i, 1, MaskKind::kCausal);
-          ASSERT_TRUE(same_bits(Rows(one.problem, options).nodes(p.shape, 0, 1), batch.nodes(p.shape, begin + i, 1)))
+          ASSERT_TRUE(
+              same_bits(Rows(one.problem, options).nodes(p.shape, 0, 1), batch.nodes(p.shape, begin + i, 1)))
               << "request " << r << " token " << i << " by itself, split " << split;
         }
       }
@@ -421,7 +450,8 @@ TEST_P(CudaBackends, NanOfATreeRowReachesOnlyItsDescendants) {
   const Case c = generate_case(spec);
   VerifyProblem p = c.problem();
   const Rows clean(p, {.backend = GetParam()});
-  Floats kv(static_cast<const float*>(p.kv.data), static_cast<const float*>(p.kv.data) + p.kv.num_pages * p.kv.page_size * p.shape.d_qk());
+  Floats kv(static_cast<const float*>(p.kv.data),
+            static_cast<const float*>(p.kv.data) + p.kv.num_pages * p.kv.page_size * p.shape.d_qk());
   p.kv.data = kv.data();
   for (const int poisoned : {3, 11, 20}) {
     const int64_t row = pool_row(p.pages, p.kv.page_size, page_base(p.pages, 0), 130 + poisoned);
@@ -431,8 +461,11 @@ TEST_P(CudaBackends, NanOfATreeRowReachesOnlyItsDescendants) {
     for (int i = 0; i < 21; ++i) {
       bool descends = false;
       for (int j = i; j >= 0; j = p.mask.parents[j]) descends |= j == poisoned;
-      if (descends) EXPECT_TRUE(std::isnan(dirty.nodes(p.shape, i, 1)[0])) << "node " << i << " sees node " << poisoned;
-      else EXPECT_TRUE(same_bits(clean.nodes(p.shape, i, 1), dirty.nodes(p.shape, i, 1))) << "node " << i << " does not see node " << poisoned;
+      if (descends)
+        EXPECT_TRUE(std::isnan(dirty.nodes(p.shape, i, 1)[0])) << "node " << i << " sees node " << poisoned;
+      else
+        EXPECT_TRUE(same_bits(clean.nodes(p.shape, i, 1), dirty.nodes(p.shape, i, 1)))
+            << "node " << i << " does not see node " << poisoned;
     }
     std::copy(saved.begin(), saved.end(), kv.begin() + row * p.shape.d_qk());
   }
@@ -455,16 +488,26 @@ TEST_P(CudaBackends, GarbageIsHarmless) {
         for (int i = 0; i < times; ++i) v[rng() % v.size()] = wild[rng() % std::size(wild)];
       };
       switch (round % 4) {
-        case 0: spoil(bad.q_indptr, 3); break;
-        case 1: spoil(bad.kv_len, 3); break;
-        case 2: spoil(bad.parents, 20); break;
-        case 3: spoil(bad.entries, 2000); break;
+        case 0:
+          spoil(bad.q_indptr, 3);
+          break;
+        case 1:
+          spoil(bad.kv_len, 3);
+          break;
+        case 2:
+          spoil(bad.parents, 20);
+          break;
+        case 3:
+          spoil(bad.entries, 2000);
+          break;
       }
       there.refresh(bad.problem(Serving::kTotalQ));
       const std::size_t rows = static_cast<std::size_t>(Serving::kTotalQ) * s.shape.h_q;
       Floats out(rows * s.shape.d_v, std::nanf("")), lse(rows, 777.0f);
       HostedOutput output(backend, there.problem(), {out.data(), DType::kF32, lse.data()});
-      Verifier verifier({.backend = GetParam(), .batch_invariant = batch_invariant, .split_keys = batch_invariant ? 128 : 0});
+      Verifier verifier({.backend = GetParam(),
+                         .batch_invariant = batch_invariant,
+                         .split_keys = batch_invariant ? 128 : 0});
       verifier.plan(there.problem());
       verifier.run(there.problem(), output.output());
       output.fetch();
@@ -506,7 +549,8 @@ TEST(DeviceCheck, NamesWhatIsWrong) {
   expect("kv_len", "kv_len[4]", [](Serving& b) { b.kv_len[4] = 9; });
   expect("kv_len", "kv_len[0]", [](Serving& b) { b.kv_len[0] = -5; });
   expect("max_kv_len", "kv_len[3] = 641", [](Serving& b) { b.kv_len[3] = 641; });
-  expect("pages.entries", "entry 7 of request 2", [](Serving& b) { b.entries[2 * Serving::kStride + 7] = Serving::kPool; });
+  expect("pages.entries", "entry 7 of request 2",
+         [](Serving& b) { b.entries[2 * Serving::kStride + 7] = Serving::kPool; });
   expect("pages.entries", "entry 0 of request 5", [](Serving& b) { b.entries[5 * Serving::kStride] = -1; });
   expect("mask.parents", "node 3 of request 4", [](Serving& b) { b.parents[33] = 3; });
   expect("mask.parents", "node 0 of request 2", [](Serving& b) { b.parents[9] = 0; });

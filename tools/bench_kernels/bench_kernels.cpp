@@ -74,7 +74,8 @@ struct Row {
   std::vector<int32_t> q_indptr, kv_len;
   std::vector<std::unique_ptr<Block>> blocks;
 
-  Row(const Options& o, int bs_, int q_len_, int prefix_, const void* pool, int64_t num_pages) : bs(bs_), q_len(q_len_), prefix(prefix_) {
+  Row(const Options& o, int bs_, int q_len_, int prefix_, const void* pool, int64_t num_pages)
+      : bs(bs_), q_len(q_len_), prefix(prefix_) {
     VerifyProblem& p = problem;
     p.shape = kWidths;
     p.shape.h_q = o.h_q;
@@ -102,7 +103,8 @@ struct Row {
     blocks.push_back(std::make_unique<Block>(q_count * dtype_bytes(dtype)));
     p.q.data = blocks.back()->get();
     // Scores of standard deviation 4.
-    fill_normal(blocks.back()->get(), dtype, q_count, static_cast<float>(4 / (kSmScale * std::sqrt(1.0 * p.shape.d_qk()))), 3, nullptr);
+    fill_normal(blocks.back()->get(), dtype, q_count,
+                static_cast<float>(4 / (kSmScale * std::sqrt(1.0 * p.shape.d_qk()))), 3, nullptr);
     p.kv.data = pool;
     p.kv.num_pages = num_pages;
     p.kv.page_size = o.page_size;
@@ -144,7 +146,8 @@ Result run(const Options& o, const Row& row, const std::string& backend, void* s
   r.not_run = why_unsupported(backend, row.problem);
   if (!r.not_run.empty()) return r;
   const VerifyProblem& p = row.problem;
-  const auto rows = static_cast<std::size_t>(p.q.total_q * p.shape.h_q), elements = rows * static_cast<std::size_t>(p.shape.d_v);
+  const auto rows = static_cast<std::size_t>(p.q.total_q * p.shape.h_q),
+             elements = rows * static_cast<std::size_t>(p.shape.d_v);
   r.out.assign(elements, std::nanf(""));
   r.lse.assign(rows, std::nanf(""));
   const auto out = Block::of(r.out), lse = Block::of(r.lse);
@@ -189,14 +192,21 @@ class Records {
     const char* revision = std::getenv("TREEMLA_REVISION");
     revision_ = revision ? revision : "unknown";
     date_ = utc_now();
-    json_ = {{"device", device}, {"revision", revision_}, {"date", date_}, {"command", command},
-             {"ceilings", {{"copy_bytes_per_s", ceilings.copy_bytes_per_s}, {"read_bytes_per_s", ceilings.read_bytes_per_s},
-                           {"l2_bytes_per_s", ceilings.l2_bytes_per_s}, {"fma_flops_per_s", ceilings.fma_flops_per_s}}},
+    json_ = {{"device", device},
+             {"revision", revision_},
+             {"date", date_},
+             {"command", command},
+             {"ceilings",
+              {{"copy_bytes_per_s", ceilings.copy_bytes_per_s},
+               {"read_bytes_per_s", ceilings.read_bytes_per_s},
+               {"l2_bytes_per_s", ceilings.l2_bytes_per_s},
+               {"fma_flops_per_s", ceilings.fma_flops_per_s}}},
              {"rows", Json::array()}};
     if (!o.csv.empty()) {
       csv_.open(o.csv);
       if (!csv_) throw Error(ErrorCode::kIo, "--csv", fmt::format("--csv {}: can't write", o.csv));
-      csv_ << "device,backend,dtype,page_size,mask,tree,b,s_q,h_q,prefix,warm_us,cold_us,noise,gb_per_s,tflop_per_s,of_read,of_fma,"
+      csv_ << "device,backend,dtype,page_size,mask,tree,b,s_q,h_q,prefix,warm_us,cold_us,noise,gb_per_s,"
+              "tflop_per_s,of_read,of_fma,"
               "checked,threads,revision,date,not_run\n";
     }
   }
@@ -204,20 +214,31 @@ class Records {
   void add(const Row& row, const std::string& backend, const Result& r, const std::string& checked) {
     const Work work = row.work();
     const double timed = r.cold_s > 0 ? r.cold_s : r.warm_s;
-    const double bytes_per_s = r.not_run.empty() ? work.bytes() / timed : 0, flops_per_s = r.not_run.empty() ? work.flops / r.warm_s : 0;
+    const double bytes_per_s = r.not_run.empty() ? work.bytes() / timed : 0,
+                 flops_per_s = r.not_run.empty() ? work.flops / r.warm_s : 0;
     if (csv_) {
-      csv_ << fmt::format("{},{},{},{},tree,random,{},{},{},{},", csv_field(device_), backend, o_.dtype, o_.page_size, row.bs, row.q_len, o_.h_q, row.prefix);
+      csv_ << fmt::format("{},{},{},{},tree,random,{},{},{},{},", csv_field(device_), backend, o_.dtype,
+                          o_.page_size, row.bs, row.q_len, o_.h_q, row.prefix);
       if (r.not_run.empty())
-        csv_ << fmt::format("{:.3f},{:.3f},{:.4f},{:.3f},{:.5f},{:.4f},{:.4f}", 1e6 * r.warm_s, 1e6 * r.cold_s, r.noise, bytes_per_s / 1e9,
-                            flops_per_s / 1e12, bytes_per_s / ceilings_.read_bytes_per_s, flops_per_s / ceilings_.fma_flops_per_s);
+        csv_ << fmt::format("{:.3f},{:.3f},{:.4f},{:.3f},{:.5f},{:.4f},{:.4f}", 1e6 * r.warm_s,
+                            1e6 * r.cold_s, r.noise, bytes_per_s / 1e9, flops_per_s / 1e12,
+                            bytes_per_s / ceilings_.read_bytes_per_s,
+                            flops_per_s / ceilings_.fma_flops_per_s);
       else
         csv_ << ",,,,,,";
       csv_ << fmt::format(",{},,{},{},{}\n", checked, revision_, date_, csv_field(r.not_run)) << std::flush;
     }
-    Json j = {{"backend", backend}, {"dtype", o_.dtype}, {"page_size", o_.page_size}, {"b", row.bs}, {"s_q", row.q_len}, {"h_q", o_.h_q}, {"prefix", row.prefix}};
+    Json j = {{"backend", backend}, {"dtype", o_.dtype}, {"page_size", o_.page_size}, {"b", row.bs},
+              {"s_q", row.q_len},   {"h_q", o_.h_q},     {"prefix", row.prefix}};
     if (r.not_run.empty()) {
-      j.update({{"warm_us", 1e6 * r.warm_s}, {"cold_us", 1e6 * r.cold_s}, {"noise", r.noise}, {"bytes", work.bytes()}, {"flops", work.flops},
-                {"gb_per_s", bytes_per_s / 1e9}, {"tflop_per_s", flops_per_s / 1e12}, {"checked", checked}});
+      j.update({{"warm_us", 1e6 * r.warm_s},
+                {"cold_us", 1e6 * r.cold_s},
+                {"noise", r.noise},
+                {"bytes", work.bytes()},
+                {"flops", work.flops},
+                {"gb_per_s", bytes_per_s / 1e9},
+                {"tflop_per_s", flops_per_s / 1e12},
+                {"checked", checked}});
     } else {
       j["not_run"] = r.not_run;
     }
@@ -245,7 +266,9 @@ constexpr const char* kNaive = "cuda_naive";
 constexpr const char* kFlash = "cuda_warp_per_key";
 
 std::vector<std::string> ladder() {
-  std::vector<std::string> known = {kNaive, "cuda_head_tile", "cuda_warp_per_key_scalar", kFlash, "cuda_fp32_tiled"}, there;
+  std::vector<std::string> known = {kNaive, "cuda_head_tile", "cuda_warp_per_key_scalar", kFlash,
+                                    "cuda_fp32_tiled"},
+                           there;
   for (const std::string& name : known)
     if (find_backend(name)) there.push_back(name);
   return there;
@@ -260,20 +283,29 @@ int bench(const Options& o, const std::string& command) {
   void* stream = cuda_memory().make_stream();
   const Ceilings c = measure_ceilings(stream);
   fmt::print("device       {}\n", device.reason);
-  fmt::print("ceilings     copy {:.2f} TB/s, read {:.2f} TB/s, L2 read {:.2f} TB/s, float32 FMA {:.1f} TFLOP/s; measured now\n",
-             c.copy_bytes_per_s / 1e12, c.read_bytes_per_s / 1e12, c.l2_bytes_per_s / 1e12, c.fma_flops_per_s / 1e12);
-  fmt::print("problem      {} heads, d_v 512, d_rope 64, {}, page_size {} in random order, random trees\n", o.h_q, o.dtype, o.page_size);
-  fmt::print("times        medians of graph replays of run(), microseconds; cold: L2 flushed before each; n/a: the kernel refuses the shape\n\n");
+  fmt::print(
+      "ceilings     copy {:.2f} TB/s, read {:.2f} TB/s, L2 read {:.2f} TB/s, float32 FMA {:.1f} TFLOP/s; "
+      "measured now\n",
+      c.copy_bytes_per_s / 1e12, c.read_bytes_per_s / 1e12, c.l2_bytes_per_s / 1e12,
+      c.fma_flops_per_s / 1e12);
+  fmt::print("problem      {} heads, d_v 512, d_rope 64, {}, page_size {} in random order, random trees\n",
+             o.h_q, o.dtype, o.page_size);
+  fmt::print(
+      "times        medians of graph replays of run(), microseconds; cold: L2 flushed before each; n/a: the "
+      "kernel refuses the shape\n\n");
 
   std::vector<std::string> rungs = o.ladder ? ladder() : std::vector<std::string>{kNaive, kFlash};
   for (const std::string& name : o.backends)
     if (std::find(rungs.begin(), rungs.end(), name) == rungs.end()) rungs.push_back(name);
   fmt::print("{:>3} {:>5} {:>6}", "bs", "q_len", "prefix");
   if (o.ladder || rungs.size() > 2) {
-    for (const std::string& name : rungs) fmt::print(" {:>{}}", name.substr(name.rfind("cuda_", 0) == 0 ? 5 : 0), std::max<std::size_t>(10, name.size() - 5));
+    for (const std::string& name : rungs)
+      fmt::print(" {:>{}}", name.substr(name.rfind("cuda_", 0) == 0 ? 5 : 0),
+                 std::max<std::size_t>(10, name.size() - 5));
     fmt::print(" {:>9} {:>8}\n", "best_cold", "of_fma");
   } else {
-    fmt::print(" {:>10} {:>10} {:>8} {:>10} {:>10}\n", "naive_us", "flash_us", "speedup", "naive_cold", "flash_cold");
+    fmt::print(" {:>10} {:>10} {:>8} {:>10} {:>10}\n", "naive_us", "flash_us", "speedup", "naive_cold",
+               "flash_cold");
   }
 
   Records records(o, c, device.model.name, command);
@@ -298,19 +330,25 @@ int bench(const Options& o, const std::string& command) {
         for (const std::string& name : rungs) results.push_back(run(o, row, name, stream));
         // Every rung against the last that ran: they share no code but the loads.
         std::size_t reference = results.size();
-        while (reference-- > 0 && !results[reference].not_run.empty()) {}
+        while (reference-- > 0 && !results[reference].not_run.empty()) {
+        }
         for (std::size_t i = 0; i < results.size(); ++i) {
           std::string checked = "no";
           if (results[i].not_run.empty() && i != reference && reference < results.size()) {
-            const Comparison cmp = compare(row.problem.shape, row.problem.q.total_q, results[i].out.data(), results[reference].out.data(),
-                                           results[i].lse.data(), results[reference].lse.data(), Precision::kF32);
+            const Comparison cmp = compare(row.problem.shape, row.problem.q.total_q, results[i].out.data(),
+                                           results[reference].out.data(), results[i].lse.data(),
+                                           results[reference].lse.data(), Precision::kF32);
             checked = cmp.ok ? "yes" : "FAIL";
             if (!cmp.ok) {
               failed = true;
-              fmt::print(stderr, "bench_kernels: {} against {}: {}\n", rungs[i], rungs[reference], cmp.failure);
+              fmt::print(stderr, "bench_kernels: {} against {}: {}\n", rungs[i], rungs[reference],
+                         cmp.failure);
             }
           } else if (i == reference) {
-            checked = std::any_of(results[i].out.begin(), results[i].out.end(), [](float x) { return !std::isfinite(x); }) ? "FAIL" : "yes";
+            checked = std::any_of(results[i].out.begin(), results[i].out.end(),
+                                  [](float x) { return !std::isfinite(x); })
+                          ? "FAIL"
+                          : "yes";
             failed |= checked == "FAIL";
           }
           records.add(row, rungs[i], results[i], checked);
@@ -320,14 +358,18 @@ int bench(const Options& o, const std::string& command) {
           double best = 0, best_cold = 0;
           for (std::size_t i = 0; i < results.size(); ++i) {
             fmt::print(" {:>{}}", us_text(results[i].warm_s), std::max<std::size_t>(10, rungs[i].size() - 5));
-            if (results[i].warm_s > 0 && (best == 0 || results[i].warm_s < best)) best = results[i].warm_s, best_cold = results[i].cold_s;
+            if (results[i].warm_s > 0 && (best == 0 || results[i].warm_s < best))
+              best = results[i].warm_s, best_cold = results[i].cold_s;
           }
-          fmt::print(" {:>9} {:>7.1f}%\n", us_text(best_cold), best > 0 ? 100 * row.work().flops / best / c.fma_flops_per_s : 0);
+          fmt::print(" {:>9} {:>7.1f}%\n", us_text(best_cold),
+                     best > 0 ? 100 * row.work().flops / best / c.fma_flops_per_s : 0);
         } else {
           const Result &naive = results[0], &flash = results[1];
           fmt::print(" {:>10} {:>10} {:>8} {:>10} {:>10}\n", us_text(naive.warm_s), us_text(flash.warm_s),
-                     naive.warm_s > 0 && flash.warm_s > 0 ? fmt::format("{:.2f}x", naive.warm_s / flash.warm_s) : "n/a", us_text(naive.cold_s),
-                     us_text(flash.cold_s));
+                     naive.warm_s > 0 && flash.warm_s > 0
+                         ? fmt::format("{:.2f}x", naive.warm_s / flash.warm_s)
+                         : "n/a",
+                     us_text(naive.cold_s), us_text(flash.cold_s));
         }
         std::fflush(stdout);
       }
@@ -344,16 +386,32 @@ int bench(const Options& o, const std::string& command) {
 int main(int argc, char** argv) {
   using namespace treemla::bench;
   Options o;
-  CLI::App app{"Times the float32 ladder: cuda_naive against cuda_warp_per_key, or with --ladder every rung.", "bench_kernels"};
-  app.add_option("--bs,--b", o.bs, "requests")->delimiter(',')->check(CLI::Range(1, 4096))->capture_default_str();
-  app.add_option("--q_len", o.q_len, "tree nodes, root included")->delimiter(',')->check(CLI::Range(1, 4096))->capture_default_str();
-  app.add_option("--prefix", o.prefix, "cached tokens before the tree")->delimiter(',')->check(CLI::Range(0, 1 << 24))->capture_default_str();
+  CLI::App app{"Times the float32 ladder: cuda_naive against cuda_warp_per_key, or with --ladder every rung.",
+               "bench_kernels"};
+  app.add_option("--bs,--b", o.bs, "requests")
+      ->delimiter(',')
+      ->check(CLI::Range(1, 4096))
+      ->capture_default_str();
+  app.add_option("--q_len", o.q_len, "tree nodes, root included")
+      ->delimiter(',')
+      ->check(CLI::Range(1, 4096))
+      ->capture_default_str();
+  app.add_option("--prefix", o.prefix, "cached tokens before the tree")
+      ->delimiter(',')
+      ->check(CLI::Range(0, 1 << 24))
+      ->capture_default_str();
   app.add_option("--h_q", o.h_q, "query heads")->check(CLI::Range(1, 1024))->capture_default_str();
-  app.add_option("--dtype", o.dtype, "of q and cache; the arithmetic is float32")->check(CLI::IsMember({"fp32", "bf16", "fp16"}))->capture_default_str();
+  app.add_option("--dtype", o.dtype, "of q and cache; the arithmetic is float32")
+      ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
+      ->capture_default_str();
   app.add_option("--page_size", o.page_size)->check(CLI::Range(1, 1 << 16))->capture_default_str();
   app.add_option("--backend", o.backends, "more columns")->delimiter(',');
-  app.add_option("--samples", o.samples, "a measurement; 0: as many as --seconds allow")->check(CLI::Range(0, 100000))->capture_default_str();
-  app.add_option("--seconds", o.seconds, "a measurement")->check(CLI::Range(0.001, 60.0))->capture_default_str();
+  app.add_option("--samples", o.samples, "a measurement; 0: as many as --seconds allow")
+      ->check(CLI::Range(0, 100000))
+      ->capture_default_str();
+  app.add_option("--seconds", o.seconds, "a measurement")
+      ->check(CLI::Range(0.001, 60.0))
+      ->capture_default_str();
   app.add_flag("--ladder", o.ladder, "a column for every float32 rung");
   app.add_flag("--no-cold", o.no_cold, "leave out the runs with L2 flushed");
   app.add_option("--csv", o.csv, "write a record");

@@ -28,9 +28,11 @@ __device__ void store(__nv_bfloat16* to, float x) { *to = __float2bfloat16_rn(x)
 
 template <class T>
 __global__ void fill_kernel(T* to, int64_t count, float scale, uint64_t seed) {
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < count; i += static_cast<int64_t>(gridDim.x) * kThreads) {
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < count;
+       i += static_cast<int64_t>(gridDim.x) * kThreads) {
     const uint64_t h = hash_at(seed, static_cast<uint64_t>(i));
-    const int sum = static_cast<int>((h & 0xFFFF) + (h >> 16 & 0xFFFF) + (h >> 32 & 0xFFFF) + (h >> 48)) - 2 * 65535;
+    const int sum =
+        static_cast<int>((h & 0xFFFF) + (h >> 16 & 0xFFFF) + (h >> 32 & 0xFFFF) + (h >> 48)) - 2 * 65535;
     store(to + i, static_cast<float>(sum) * 2.6428993e-5f * scale);
   }
 }
@@ -112,9 +114,15 @@ void fill_normal(void* to, DType dtype, int64_t count, float scale, uint64_t see
   const int blocks = 16 * current_cuda_device().model.num_sms;
   const auto s = static_cast<cudaStream_t>(stream);
   switch (dtype) {
-    case DType::kF32: fill_kernel<<<blocks, kThreads, 0, s>>>(static_cast<float*>(to), count, scale, seed); break;
-    case DType::kF16: fill_kernel<<<blocks, kThreads, 0, s>>>(static_cast<__half*>(to), count, scale, seed); break;
-    default: fill_kernel<<<blocks, kThreads, 0, s>>>(static_cast<__nv_bfloat16*>(to), count, scale, seed); break;
+    case DType::kF32:
+      fill_kernel<<<blocks, kThreads, 0, s>>>(static_cast<float*>(to), count, scale, seed);
+      break;
+    case DType::kF16:
+      fill_kernel<<<blocks, kThreads, 0, s>>>(static_cast<__half*>(to), count, scale, seed);
+      break;
+    default:
+      fill_kernel<<<blocks, kThreads, 0, s>>>(static_cast<__nv_bfloat16*>(to), count, scale, seed);
+      break;
   }
   check_launch("fill_kernel");
 }
@@ -132,16 +140,20 @@ Ceilings measure_ceilings(void* stream) {
   const int blocks = 4 * model.num_sms;
   auto *from = reinterpret_cast<uint4*>(a), *to = reinterpret_cast<uint4*>(b);
   Ceilings c;
-  c.copy_bytes_per_s = 2.0 * kBytes / median_seconds(s, 9, [&] { copy_kernel<<<blocks, 512, 0, s>>>(from, to, count); });
-  c.read_bytes_per_s = 1.0 * kBytes / median_seconds(s, 9, [&] { read_kernel<<<blocks, 512, 0, s>>>(from, count, to); });
+  c.copy_bytes_per_s =
+      2.0 * kBytes / median_seconds(s, 9, [&] { copy_kernel<<<blocks, 512, 0, s>>>(from, to, count); });
+  c.read_bytes_per_s =
+      1.0 * kBytes / median_seconds(s, 9, [&] { read_kernel<<<blocks, 512, 0, s>>>(from, count, to); });
   // The same 16-byte words 64 times over: launch costs vanish.
   constexpr int kTimes = 64;
   c.l2_bytes_per_s = kTimes * 16.0 * static_cast<double>(l2_count) / median_seconds(s, 9, [&] {
-                       for (int i = 0; i < kTimes; ++i) read_kernel<<<blocks, 512, 0, s>>>(from, l2_count, to);
+                       for (int i = 0; i < kTimes; ++i)
+                         read_kernel<<<blocks, 512, 0, s>>>(from, l2_count, to);
                      });
   const int fma_blocks = 8 * model.num_sms;
-  c.fma_flops_per_s = 2.0 * kChains * kFmaSteps * 256 * fma_blocks /
-                      median_seconds(s, 9, [&] { fma_kernel<<<fma_blocks, 256, 0, s>>>(0.999f, 0.001f, reinterpret_cast<float*>(b)); });
+  c.fma_flops_per_s = 2.0 * kChains * kFmaSteps * 256 * fma_blocks / median_seconds(s, 9, [&] {
+                        fma_kernel<<<fma_blocks, 256, 0, s>>>(0.999f, 0.001f, reinterpret_cast<float*>(b));
+                      });
   cudaFree(a);
   cudaFree(b);
   return c;

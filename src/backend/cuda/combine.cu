@@ -22,19 +22,21 @@ namespace {
 constexpr int kThreads = 128;  // of a group
 
 __device__ void write_inert_row(const KernelArgs& args, int64_t row) {
-  for (int d = threadIdx.x; d < args.d_v; d += blockDim.x) store_any(args.out, args.out_dtype, row * args.d_v + d, 0.0f);
+  for (int d = threadIdx.x; d < args.d_v; d += blockDim.x)
+    store_any(args.out, args.out_dtype, row * args.d_v + d, 0.0f);
   if (args.lse && threadIdx.x == 0) args.lse[row] = -INFINITY;
 }
 
 // Largest partial lse of the row: every warp works out the same.
 __device__ float largest_lse(const float* lse, const PartialSlots& slots, int rows_per_tile, int in_tile) {
   float m = -INFINITY;
-  for (int j = threadIdx.x % 32; j < slots.count; j += 32) m = fmaxf(m, lse[static_cast<int64_t>(slots.slot(j)) * rows_per_tile + in_tile]);
+  for (int j = threadIdx.x % 32; j < slots.count; j += 32)
+    m = fmaxf(m, lse[static_cast<int64_t>(slots.slot(j)) * rows_per_tile + in_tile]);
   return warp_max(m);
 }
 
 template <int kGroups>
-__global__ void __launch_bounds__(kThreads * kGroups) combine_kernel(const __grid_constant__ KernelArgs args) {
+__global__ void __launch_bounds__(kThreads* kGroups) combine_kernel(const __grid_constant__ KernelArgs args) {
   __shared__ float weights[kThreads];
   __shared__ float4 group_acc[kGroups > 1 ? kGroups - 1 : 1][kThreads];
   __shared__ float group_sum[kGroups];
@@ -47,9 +49,10 @@ __global__ void __launch_bounds__(kThreads * kGroups) combine_kernel(const __gri
   const DeviceRequest request = args.plan.requests[index];
   const RequestCost cost = request_cost(p, request.q_len, request.kv_len);
   const int row_in_request = row - request.q_begin * args.h_q;
-  const int tile = row_in_request / p.tile.rows_per_tile, in_tile = row_in_request - tile * p.tile.rows_per_tile;
-  const PartialSlots slots = partial_slots(p, cost, tile, request.start + cost.pair_start(tile), args.plan.header->payload,
-                                           request.unit_base + tile * cost.units);
+  const int tile = row_in_request / p.tile.rows_per_tile,
+            in_tile = row_in_request - tile * p.tile.rows_per_tile;
+  const PartialSlots slots = partial_slots(p, cost, tile, request.start + cost.pair_start(tile),
+                                           args.plan.header->payload, request.unit_base + tile * cost.units);
   if (slots.count == 1) return;
   if (slots.slot(slots.count - 1) >= args.plan.num_slots) return;  // only lengths that lie come here
 
@@ -64,7 +67,9 @@ __global__ void __launch_bounds__(kThreads * kGroups) combine_kernel(const __gri
     for (int j0 = 0; j0 < slots.count; j0 += kThreads) {
       __syncthreads();
       if (group == 0 && j0 + thread < slots.count)
-        weights[thread] = weight(args.partial_lse[static_cast<int64_t>(slots.slot(j0 + thread)) * p.tile.rows_per_tile + in_tile], m);
+        weights[thread] = weight(
+            args.partial_lse[static_cast<int64_t>(slots.slot(j0 + thread)) * p.tile.rows_per_tile + in_tile],
+            m);
       __syncthreads();
       const int n = slots.count - j0 < kThreads ? slots.count - j0 : kThreads;
       if (!has_columns) continue;
@@ -76,13 +81,15 @@ __global__ void __launch_bounds__(kThreads * kGroups) combine_kernel(const __gri
         float4 part[kInFlight];
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i)
-          if (j + i * kGroups < n) part[i] = *reinterpret_cast<const float4*>(from + slots.slot(j0 + j + i * kGroups) * slot_size);
+          if (j + i * kGroups < n)
+            part[i] = *reinterpret_cast<const float4*>(from + slots.slot(j0 + j + i * kGroups) * slot_size);
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i) {
           const float w = j + i * kGroups < n ? weights[j + i * kGroups] : 0.0f;
           if (w == 0) continue;
           sum += w;
-          acc = make_float4(fmaf(w, part[i].x, acc.x), fmaf(w, part[i].y, acc.y), fmaf(w, part[i].z, acc.z), fmaf(w, part[i].w, acc.w));
+          acc = make_float4(fmaf(w, part[i].x, acc.x), fmaf(w, part[i].y, acc.y), fmaf(w, part[i].z, acc.z),
+                            fmaf(w, part[i].w, acc.w));
         }
       }
     }
@@ -101,29 +108,36 @@ __global__ void __launch_bounds__(kThreads * kGroups) combine_kernel(const __gri
     // sum 0: no partial of the row saw a key.
     const float columns[4] = {acc.x, acc.y, acc.z, acc.w};
     for (int c = 0; has_columns && c < 4; ++c)
-      store_any(args.out, args.out_dtype, static_cast<int64_t>(row) * args.d_v + first + c, sum == 0 ? 0.0f : columns[c] / sum);
+      store_any(args.out, args.out_dtype, static_cast<int64_t>(row) * args.d_v + first + c,
+                sum == 0 ? 0.0f : columns[c] / sum);
     if (args.lse && first == 0) args.lse[row] = sum == 0 ? -INFINITY : m + logf(sum);
   }
 }
 
 // Few rows leave the device idle while each waits for its partials in turn. Not where bits must not depend on the batch: the groups
 // add up in another order.
-bool shares_out(const KernelArgs& args, int64_t rows) { return rows <= 256 && args.plan.params.fixed_tiles == 0; }
+bool shares_out(const KernelArgs& args, int64_t rows) {
+  return rows <= 256 && args.plan.params.fixed_tiles == 0;
+}
 
 }  // namespace
 
 void launch_combine(const KernelArgs& args, cudaStream_t stream) {
   const int64_t rows = static_cast<int64_t>(args.total_q) * args.h_q;
   if (rows == 0) return;
-  if (shares_out(args, rows)) combine_kernel<4><<<static_cast<unsigned>(rows), 4 * kThreads, 0, stream>>>(args);
-  else combine_kernel<1><<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(args);
+  if (shares_out(args, rows))
+    combine_kernel<4><<<static_cast<unsigned>(rows), 4 * kThreads, 0, stream>>>(args);
+  else
+    combine_kernel<1><<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(args);
   check_launch("combine_kernel");
 }
 
 void load_combine_kernel() {
   cudaFuncAttributes attributes;
-  check_cuda(cudaFuncGetAttributes(&attributes, combine_kernel<1>), "cudaFuncGetAttributes of combine_kernel");
-  check_cuda(cudaFuncGetAttributes(&attributes, combine_kernel<4>), "cudaFuncGetAttributes of combine_kernel");
+  check_cuda(cudaFuncGetAttributes(&attributes, combine_kernel<1>),
+             "cudaFuncGetAttributes of combine_kernel");
+  check_cuda(cudaFuncGetAttributes(&attributes, combine_kernel<4>),
+             "cudaFuncGetAttributes of combine_kernel");
 }
 
 }  // namespace treemla

@@ -22,10 +22,14 @@ constexpr int64_t kMaxBitsBytes = int64_t{1} << 30;
 // Default length of a batch-invariant split.
 constexpr int kDefaultSplitKeys = 1024;
 
-int64_t q_len_bound(const VerifyProblem& p) { return p.max_q_len > 0 ? std::min(p.max_q_len, p.q.total_q) : p.q.total_q; }
+int64_t q_len_bound(const VerifyProblem& p) {
+  return p.max_q_len > 0 ? std::min(p.max_q_len, p.q.total_q) : p.q.total_q;
+}
 int64_t rows_of(const VerifyProblem& p) { return p.q.total_q * p.shape.h_q; }
 
-bool needs_bits(const VerifyProblem& p) { return p.mask.kind == MaskKind::kTree && p.mask.ancestor_bits == nullptr; }
+bool needs_bits(const VerifyProblem& p) {
+  return p.mask.kind == MaskKind::kTree && p.mask.ancestor_bits == nullptr;
+}
 int bits_words(const VerifyProblem& p) {
   if (p.mask.kind != MaskKind::kTree) return 0;
   return p.mask.ancestor_bits ? p.mask.words_per_row : words_per_row(q_len_bound(p));
@@ -64,13 +68,17 @@ struct CudaPlan : BackendPlan {
 
   std::string describe() const override {
     std::string s = fmt::format("device       {}\n", device);
-    s += fmt::format("block        {} threads, {} registers a thread, {} B shared memory, {} a SM{}{}\n", kernel.threads, regs,
-                     kernel.smem_bytes, blocks_per_sm, *kernel.label ? ", " : "", kernel.label);
+    s += fmt::format("block        {} threads, {} registers a thread, {} B shared memory, {} a SM{}{}\n",
+                     kernel.threads, regs, kernel.smem_bytes, blocks_per_sm, *kernel.label ? ", " : "",
+                     kernel.label);
     if (!kernel.splits) return s + "grid         a block a (node, head) row, no split\n";
-    s += fmt::format("tile         {} rows x {} keys\n", params.tile.rows_per_tile, params.tile.keys_per_tile);
-    s += params.fixed_tiles > 0 ? fmt::format("splits       every {} keys (batch-invariant), planned on the device\n",
-                                              params.fixed_tiles * params.tile.keys_per_tile)
-                                : fmt::format("splits       balanced over {} workers, planned on the device\n", params.num_workers);
+    s +=
+        fmt::format("tile         {} rows x {} keys\n", params.tile.rows_per_tile, params.tile.keys_per_tile);
+    s += params.fixed_tiles > 0
+             ? fmt::format("splits       every {} keys (batch-invariant), planned on the device\n",
+                           params.fixed_tiles * params.tile.keys_per_tile)
+             : fmt::format("splits       balanced over {} workers, planned on the device\n",
+                           params.num_workers);
     s += fmt::format("partials     {} slots; workspace {} bytes\n", num_slots, bytes);
     return s;
   }
@@ -107,21 +115,27 @@ int64_t kv_len_bound(const VerifyProblem& p) {
 
 Support supports_ladder_shape(const VerifyProblem& p) {
   constexpr struct { int d_v, d_rope; } kShapes[] = {{512, 64}, {256, 64}, {256, 32}, {512, 0}};
-  if (std::none_of(std::begin(kShapes), std::end(kShapes), [&](auto s) { return s.d_v == p.shape.d_v && s.d_rope == p.shape.d_rope; }))
-    return Support::no(fmt::format("d_v/d_rope = {}/{}: takes 512/64, 256/64, 256/32, 512/0", p.shape.d_v, p.shape.d_rope));
+  if (std::none_of(std::begin(kShapes), std::end(kShapes),
+                   [&](auto s) { return s.d_v == p.shape.d_v && s.d_rope == p.shape.d_rope; }))
+    return Support::no(
+        fmt::format("d_v/d_rope = {}/{}: takes 512/64, 256/64, 256/32, 512/0", p.shape.d_v, p.shape.d_rope));
   return Support::yes();
 }
 
 Support supports_kv_len(int64_t bound, int64_t most) {
   if (bound <= most) return Support::yes();
-  return Support::no(fmt::format("requests of up to {} cached rows (by max_kv_len, or the page table): the shared memory of a block holds the "
-                                 "scores of {}", bound, most));
+  return Support::no(
+      fmt::format("requests of up to {} cached rows (by max_kv_len, or the page table): the shared memory of "
+                  "a block holds the "
+                  "scores of {}",
+                  bound, most));
 }
 
 std::string why_not_aligned(const VerifyProblem& p, int bytes) {
   const auto row_bytes = kv_row_stride(p) * static_cast<int64_t>(dtype_bytes(p.kv.dtype));
   if (reinterpret_cast<std::uintptr_t>(p.kv.data) % bytes == 0 && row_bytes % bytes == 0) return "";
-  return fmt::format("kv.data = {} with rows of {} bytes: reads of {} bytes need both to be multiples of {}", p.kv.data, row_bytes, bytes, bytes);
+  return fmt::format("kv.data = {} with rows of {} bytes: reads of {} bytes need both to be multiples of {}",
+                     p.kv.data, row_bytes, bytes, bytes);
 }
 
 const MemorySpace& CudaBackend::space() const { return cuda_memory(); }
@@ -132,12 +146,15 @@ Support CudaBackend::available() const {
 }
 
 Support CudaBackend::supports(const VerifyProblem& p) const {
-  if (rows_of(p) > kInt32Max) return Support::no(fmt::format("total_q * h_q = {} rows: takes up to {}", rows_of(p), kInt32Max));
-  if (p.b >= kMaxRequests) return Support::no(fmt::format("b = {}: takes up to {} requests", p.b, kMaxRequests - 1));
+  if (rows_of(p) > kInt32Max)
+    return Support::no(fmt::format("total_q * h_q = {} rows: takes up to {}", rows_of(p), kInt32Max));
+  if (p.b >= kMaxRequests)
+    return Support::no(fmt::format("b = {}: takes up to {} requests", p.b, kMaxRequests - 1));
   if (p.kv.dtype == DType::kF8E4M3) return Support::no("e4m3 caches: takes fp32, bf16, fp16");
   if (needs_bits(p) && p.q.total_q * 4 * words_per_row(q_len_bound(p)) > kMaxBitsBytes)
-    return Support::no(fmt::format("parents of {} nodes with max_q_len = {}: their ancestor bits need over {} bytes; give max_q_len", p.q.total_q,
-                                   p.max_q_len, kMaxBitsBytes));
+    return Support::no(fmt::format(
+        "parents of {} nodes with max_q_len = {}: their ancestor bits need over {} bytes; give max_q_len",
+        p.q.total_q, p.max_q_len, kMaxBitsBytes));
   return supports_kernel(p, current_cuda_device());
 }
 
@@ -152,9 +169,11 @@ std::unique_ptr<BackendPlan> CudaBackend::plan(const VerifyProblem& p, const Run
   cudaFuncAttributes attributes;
   check_cuda(cudaFuncGetAttributes(&attributes, k.function), "cudaFuncGetAttributes of " + name);
   plan->regs = attributes.numRegs;
-  check_cuda(cudaFuncSetAttribute(k.function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(k.smem_bytes)),
+  check_cuda(cudaFuncSetAttribute(k.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(k.smem_bytes)),
              fmt::format("raising the shared memory of {} to {} bytes", name, k.smem_bytes));
-  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&plan->blocks_per_sm, k.function, k.threads, static_cast<std::size_t>(k.smem_bytes)),
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&plan->blocks_per_sm, k.function, k.threads,
+                                                           static_cast<std::size_t>(k.smem_bytes)),
              "cudaOccupancyMaxActiveBlocksPerMultiprocessor of " + name);
   load_plan_kernels();
   load_combine_kernel();
@@ -170,17 +189,22 @@ std::unique_ptr<BackendPlan> CudaBackend::plan(const VerifyProblem& p, const Run
   Layout layout;
   plan->header = layout.add(sizeof(DevicePlanHeader));
   plan->requests = layout.add(sizeof(DeviceRequest) * static_cast<std::size_t>(p.b));
-  if (needs_bits(p)) plan->bits = layout.add(sizeof(uint32_t) * static_cast<std::size_t>(plan->words * p.q.total_q));
+  if (needs_bits(p))
+    plan->bits = layout.add(sizeof(uint32_t) * static_cast<std::size_t>(plan->words * p.q.total_q));
   if (k.splits) {
     int64_t slots = 2 * static_cast<int64_t>(s.num_workers);
     if (options.batch_invariant) {
-      s.fixed_tiles = ceil_div(options.split_keys > 0 ? options.split_keys : kDefaultSplitKeys, s.tile.keys_per_tile);
+      s.fixed_tiles =
+          ceil_div(options.split_keys > 0 ? options.split_keys : kDefaultSplitKeys, s.tile.keys_per_tile);
       const int64_t row_tiles = rows_of(p) / s.tile.rows_per_tile + std::min<int64_t>(p.b, p.q.total_q);
-      const int64_t units = ceil_div(plan->max_kv_len, static_cast<int64_t>(s.fixed_tiles) * s.tile.keys_per_tile);
+      const int64_t units =
+          ceil_div(plan->max_kv_len, static_cast<int64_t>(s.fixed_tiles) * s.tile.keys_per_tile);
       if (units > 0 && row_tiles > kInt32Max / units)
-        throw Error(ErrorCode::kUnsupported, "split_keys",
-                    fmt::format("split_keys = {} gives {} row tiles {} splits each: use longer splits, or give max_kv_len", options.split_keys,
-                                row_tiles, units));
+        throw Error(
+            ErrorCode::kUnsupported, "split_keys",
+            fmt::format(
+                "split_keys = {} gives {} row tiles {} splits each: use longer splits, or give max_kv_len",
+                options.split_keys, row_tiles, units));
       slots = row_tiles * units;
     }
     plan->num_slots = static_cast<int>(slots);
@@ -192,7 +216,8 @@ std::unique_ptr<BackendPlan> CudaBackend::plan(const VerifyProblem& p, const Run
   return plan;
 }
 
-void CudaBackend::prepare(const BackendPlan& base, const VerifyProblem& p, void* workspace, const RunOptions& options) const {
+void CudaBackend::prepare(const BackendPlan& base, const VerifyProblem& p, void* workspace,
+                          const RunOptions& options) const {
   const CudaPlan& plan = static_cast<const CudaPlan&>(base);
   PlanArgs a = plan_args(p);
   a.params = plan.params;
@@ -241,9 +266,10 @@ void CudaBackend::run(const BackendPlan& base, const VerifyProblem& p, const Ver
 
   void* parameters[] = {&a};
   const unsigned grid = static_cast<unsigned>(plan.kernel.splits ? plan.params.num_workers : rows_of(p));
-  check_cuda(cudaLaunchKernel(plan.kernel.function, dim3(grid), dim3(static_cast<unsigned>(plan.kernel.threads)), parameters,
-                              static_cast<std::size_t>(plan.kernel.smem_bytes), stream),
-             "launching " + name_);
+  check_cuda(
+      cudaLaunchKernel(plan.kernel.function, dim3(grid), dim3(static_cast<unsigned>(plan.kernel.threads)),
+                       parameters, static_cast<std::size_t>(plan.kernel.smem_bytes), stream),
+      "launching " + name_);
   if (plan.kernel.splits) launch_combine(a, stream);
 }
 
@@ -251,44 +277,63 @@ void CudaBackend::run(const BackendPlan& base, const VerifyProblem& p, const Ver
 
 namespace {
 
-[[noreturn]] void fail(const char* argument, const std::string& message) { throw Error(ErrorCode::kInvalidArgument, argument, message); }
+[[noreturn]] void fail(const char* argument, const std::string& message) {
+  throw Error(ErrorCode::kInvalidArgument, argument, message);
+}
 
 // The words of core/check.cpp, as far as they need no value that only the device has.
 void throw_fault(uint64_t word) {
   const auto fault = static_cast<DeviceFault>(word >> 60);
-  const int request = static_cast<int>(word >> 32 & 0x0FFFFFFF), position = static_cast<int>(word & 0xFFFFFFFF);
+  const int request = static_cast<int>(word >> 32 & 0x0FFFFFFF),
+            position = static_cast<int>(word & 0xFFFFFFFF);
   switch (fault) {
     case DeviceFault::kQIndptr:
-      fail("q_indptr", fmt::format("q_indptr[{}] must start at 0, must not fall, nor pass total_q (request {})", position, request));
+      fail("q_indptr",
+           fmt::format("q_indptr[{}] must start at 0, must not fall, nor pass total_q (request {})", position,
+                       request));
     case DeviceFault::kKvLen:
-      fail("kv_len", fmt::format("kv_len[{}] must be 0 or at least the q_len of request {}: tree rows are cached too", position, request));
+      fail("kv_len",
+           fmt::format("kv_len[{}] must be 0 or at least the q_len of request {}: tree rows are cached too",
+                       position, request));
     case DeviceFault::kPageIndptr:
-      fail("pages.indptr", fmt::format("pages.indptr[{}] must not fall, nor pass num_entries, and must leave request {} a page for every "
-                                       "page_size of its kv_len", position, request));
+      fail("pages.indptr", fmt::format("pages.indptr[{}] must not fall, nor pass num_entries, and must leave "
+                                       "request {} a page for every "
+                                       "page_size of its kv_len",
+                                       position, request));
     case DeviceFault::kPageStride:
       fail("pages.stride", fmt::format("pages.stride is too short for kv_len[{}] = {}", request, position));
     case DeviceFault::kPageEntry:
-      fail("pages.entries", fmt::format("page entry {} of request {} is outside [0, num_pages)", position, request));
+      fail("pages.entries",
+           fmt::format("page entry {} of request {} is outside [0, num_pages)", position, request));
     case DeviceFault::kParent:
-      fail("mask.parents", fmt::format("parent of node {} of request {} must be -1 for node 0 and an earlier node for the others", position, request));
+      fail("mask.parents",
+           fmt::format(
+               "parent of node {} of request {} must be -1 for node 0 and an earlier node for the others",
+               position, request));
     case DeviceFault::kMaxQLen:
-      fail("max_q_len", fmt::format("q_len {} of request {} passes max_q_len, or total_q", position, request));
+      fail("max_q_len",
+           fmt::format("q_len {} of request {} passes max_q_len, or total_q", position, request));
     case DeviceFault::kMaxKvLen:
-      fail("max_kv_len", fmt::format("kv_len[{}] = {} passes max_kv_len, or what the page table holds", request, position));
+      fail("max_kv_len",
+           fmt::format("kv_len[{}] = {} passes max_kv_len, or what the page table holds", request, position));
     case DeviceFault::kWordsPerRow:
-      fail("mask.words_per_row", fmt::format("mask.words_per_row is too small for the q_len {} of request {}", position, request));
-    case DeviceFault::kNone: break;
+      fail("mask.words_per_row",
+           fmt::format("mask.words_per_row is too small for the q_len {} of request {}", position, request));
+    case DeviceFault::kNone:
+      break;
   }
   throw Error(ErrorCode::kInternal, "", fmt::format("fault word {:#x}", word));
 }
 
 }  // namespace
 
-void CudaBackend::check_prepared(const BackendPlan& base, const void* workspace, const RunOptions& options) const {
+void CudaBackend::check_prepared(const BackendPlan& base, const void* workspace,
+                                 const RunOptions& options) const {
   const CudaPlan& plan = static_cast<const CudaPlan&>(base);
   DevicePlanHeader header;
   const auto stream = static_cast<cudaStream_t>(options.stream);
-  check_cuda(cudaMemcpyAsync(&header, static_cast<const char*>(workspace) + plan.header, sizeof header, cudaMemcpyDeviceToHost, stream),
+  check_cuda(cudaMemcpyAsync(&header, static_cast<const char*>(workspace) + plan.header, sizeof header,
+                             cudaMemcpyDeviceToHost, stream),
              "copying the plan's header");
   check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   if (header.fault != kNoFault) throw_fault(header.fault);

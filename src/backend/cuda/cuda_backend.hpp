@@ -34,11 +34,13 @@ class CudaBackend : public Backend {
   Support available() const override;
   Support supports(const VerifyProblem& problem) const override;
   std::unique_ptr<BackendPlan> plan(const VerifyProblem& problem, const RunOptions& options) const override;
-  void prepare(const BackendPlan& plan, const VerifyProblem& problem, void* workspace, const RunOptions& options) const override;
+  void prepare(const BackendPlan& plan, const VerifyProblem& problem, void* workspace,
+               const RunOptions& options) const override;
   void run(const BackendPlan& plan, const VerifyProblem& problem, const VerifyOutput& output, void* workspace,
            const RunOptions& options) const override;
   void check_contents(const VerifyProblem& problem, void* stream) const override;
-  void check_prepared(const BackendPlan& plan, const void* workspace, const RunOptions& options) const override;
+  void check_prepared(const BackendPlan& plan, const void* workspace,
+                      const RunOptions& options) const override;
 
  protected:
   // Shapes, dtypes and alignments, on this device or, if there is none (cc 0), on any. What every family needs is checked already.

@@ -80,10 +80,12 @@ namespace {
 template <int... i>
 constexpr auto make_kernels(std::integer_sequence<int, i...>) {
   using namespace fp32_tiled;
-  return std::array{&fp32_tiled_kernel<Config<kFp32Tiles[i].d_v, kFp32Tiles[i].rows(), kFp32Tiles[i].keys>>...};
+  return std::array{
+      &fp32_tiled_kernel<Config<kFp32Tiles[i].d_v, kFp32Tiles[i].rows(), kFp32Tiles[i].keys>>...};
 }
 // Of kFp32Tiles, in its order; why each exists stands there.
-constexpr auto kKernels = make_kernels(std::make_integer_sequence<int, static_cast<int>(std::size(kFp32Tiles))>());
+constexpr auto kKernels =
+    make_kernels(std::make_integer_sequence<int, static_cast<int>(std::size(kFp32Tiles))>());
 
 // Shared memory that a block may have, on this device and with the code that was loaded for it: code made for a smaller card and
 // translated for this one has the wide instances empty.
@@ -91,21 +93,25 @@ int64_t usable_smem(const CudaDevice& device) {
   if (device.cc == 0) return fp32_tiled::most_smem_bytes(900);  // no device: what the largest card would take
   cudaFuncAttributes attributes;
   check_cuda(cudaFuncGetAttributes(&attributes, kKernels.back()), "cudaFuncGetAttributes of cuda_fp32_tiled");
-  return std::min<int64_t>(device.model.smem_per_block_bytes, fp32_tiled::most_smem_bytes(10 * attributes.ptxVersion));
+  return std::min<int64_t>(device.model.smem_per_block_bytes,
+                           fp32_tiled::most_smem_bytes(10 * attributes.ptxVersion));
 }
 
 const Fp32Tile* choose_tile(const VerifyProblem& p, const CudaDevice& device) {
   const int64_t nodes = p.b > 0 ? ceil_div<int64_t>(p.q.total_q, p.b) : 0;
-  return choose_fp32_tile(p.shape.d_v, p.b, nodes * p.shape.h_q, kv_len_bound(p), std::max(1, device.model.num_sms), usable_smem(device));
+  return choose_fp32_tile(p.shape.d_v, p.b, nodes * p.shape.h_q, kv_len_bound(p),
+                          std::max(1, device.model.num_sms), usable_smem(device));
 }
 
 // The kernel keeps pool rows and the bytes between them in 32 bits each.
 std::string why_pool_too_large(const VerifyProblem& p) {
   constexpr int64_t kMost = std::numeric_limits<uint32_t>::max();
   if (p.kv.num_pages > (kMost - 1) / p.kv.page_size)
-    return "kv.num_pages = " + std::to_string(p.kv.num_pages) + " of " + std::to_string(p.kv.page_size) + " rows: takes fewer than 2^32 rows";
+    return "kv.num_pages = " + std::to_string(p.kv.num_pages) + " of " + std::to_string(p.kv.page_size) +
+           " rows: takes fewer than 2^32 rows";
   const int64_t row_bytes = kv_row_stride(p) * static_cast<int64_t>(dtype_bytes(p.kv.dtype));
-  if (row_bytes > kMost) return "kv.row_stride of " + std::to_string(row_bytes) + " bytes: takes less than 2^32";
+  if (row_bytes > kMost)
+    return "kv.row_stride of " + std::to_string(row_bytes) + " bytes: takes less than 2^32";
   return "";
 }
 
@@ -118,7 +124,8 @@ class CudaFp32Tiled : public CudaBackend {
     if (const Support s = supports_ladder_shape(p); !s.ok) return s;
     if (const std::string reason = why_not_aligned(p, 16); !reason.empty()) return Support::no(reason);
     if (const std::string reason = why_pool_too_large(p); !reason.empty()) return Support::no(reason);
-    if (choose_tile(p, device) == nullptr) return Support::no("this card's shared memory: takes 99 KB a block and more");
+    if (choose_tile(p, device) == nullptr)
+      return Support::no("this card's shared memory: takes 99 KB a block and more");
     return Support::yes();
   }
 

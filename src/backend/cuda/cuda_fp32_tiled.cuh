@@ -11,15 +11,19 @@ namespace treemla::fp32_tiled {
 
 // 16 or 8 bytes from global to shared memory, in the background and past L1; zeros if !ok, and then nothing is read.
 __device__ __forceinline__ void copy16(uint32_t to, const void* from, bool ok) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(ok ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(ok ? 16 : 0)
+               : "memory");
 }
 __device__ __forceinline__ void copy8(uint32_t to, const void* from, bool ok) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(ok ? 8 : 0) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(ok ? 8 : 0)
+               : "memory");
 }
 // This thread's copies so far become a group; wait until at most kPending of its youngest groups are on their way.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
-__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory"); }
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
 
 // Largest of the 32 lanes by one integer reduction: floats order as their bits do, those of negative ones flipped.
 __device__ __forceinline__ float reduce_max(float x) {
@@ -32,19 +36,26 @@ __device__ __forceinline__ float reduce_max(float x) {
 // Four bf16 or fp16 elements.
 __device__ __forceinline__ float4 widen4(uint2 x, DType type) {
   if (type == DType::kBF16)
-    return {__uint_as_float(x.x << 16), __uint_as_float(x.x & 0xFFFF0000), __uint_as_float(x.y << 16), __uint_as_float(x.y & 0xFFFF0000)};
-  const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&x.x)), b = __half22float2(*reinterpret_cast<const __half2*>(&x.y));
+    return {__uint_as_float(x.x << 16), __uint_as_float(x.x & 0xFFFF0000), __uint_as_float(x.y << 16),
+            __uint_as_float(x.y & 0xFFFF0000)};
+  const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&x.x)),
+               b = __half22float2(*reinterpret_cast<const __half2*>(&x.y));
   return {a.x, a.y, b.x, b.y};
 }
 
 __device__ __forceinline__ void store4(float* to, const float (&x)[4], bool aligned) {
-  if (aligned) *reinterpret_cast<float4*>(to) = {x[0], x[1], x[2], x[3]};
-  else to[0] = x[0], to[1] = x[1], to[2] = x[2], to[3] = x[3];
+  if (aligned)
+    *reinterpret_cast<float4*>(to) = {x[0], x[1], x[2], x[3]};
+  else
+    to[0] = x[0], to[1] = x[1], to[2] = x[2], to[3] = x[3];
 }
 template <class T, class T2>
 __device__ __forceinline__ void store4(T* to, T2 a, T2 b, bool aligned) {
-  if (aligned) *reinterpret_cast<uint2*>(to) = {*reinterpret_cast<const uint32_t*>(&a), *reinterpret_cast<const uint32_t*>(&b)};
-  else to[0] = a.x, to[1] = a.y, to[2] = b.x, to[3] = b.y;
+  if (aligned)
+    *reinterpret_cast<uint2*>(to) = {*reinterpret_cast<const uint32_t*>(&a),
+                                     *reinterpret_cast<const uint32_t*>(&b)};
+  else
+    to[0] = a.x, to[1] = a.y, to[2] = b.x, to[3] = b.y;
 }
 __device__ __forceinline__ void store4(__nv_bfloat16* to, const float (&x)[4], bool aligned) {
   store4(to, __floats2bfloat162_rn(x[0], x[1]), __floats2bfloat162_rn(x[2], x[3]), aligned);
@@ -88,7 +99,7 @@ struct Config {
   static_assert(kRingAt % 32 == 0 && kSlotBytes % 32 == 0, "addresses take their swizzle by xor");
 };
 
-constexpr uint32_t kNoRow = ~0u;       // in place of a pool row: the key is past the item's end
+constexpr uint32_t kNoRow = ~0u;        // in place of a pool row: the key is past the item's end
 constexpr uint32_t kHidden = 1u << 31;  // weight of a key that the row must not see: -0, which no exp() gives
 
 // A thread's part of one work item.
@@ -98,40 +109,51 @@ struct Worker {
   const CudaWorkItem& item;
   unsigned char* smem;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int row_group, col_group;           // of 4 and of 8
-  int quad_at, extra_at;              // bytes from the start of an [.., rows] array to this thread's rows
-  const unsigned char* copy_from;     // this lane's columns of pool row 0
-  uint32_t copy_to;                   // where they go in ring group 0, as a shared address
-  uint32_t row_bytes;                 // from pool row to pool row
-  uint32_t next_rows = kNoRow;        // pool row of key `lane` of the window to be loaded next
-  int ring = 0;                       // ring group of the tile's first keys
+  int row_group, col_group;        // of 4 and of 8
+  int quad_at, extra_at;           // bytes from the start of an [.., rows] array to this thread's rows
+  const unsigned char* copy_from;  // this lane's columns of pool row 0
+  uint32_t copy_to;                // where they go in ring group 0, as a shared address
+  uint32_t row_bytes;              // from pool row to pool row
+  uint32_t next_rows = kNoRow;     // pool row of key `lane` of the window to be loaded next
+  int ring = 0;                    // ring group of the tile's first keys
   float out[C::kThreadRows][C::kThreadCols];
   float top[C::kOwnRows], sum[C::kOwnRows];  // sum: of this lane's keys
 
-  __device__ __forceinline__ Worker(const KernelArgs& a, const CudaWorkItem& i, unsigned char* s) : args(a), item(i), smem(s) {
+  __device__ __forceinline__ Worker(const KernelArgs& a, const CudaWorkItem& i, unsigned char* s)
+      : args(a), item(i), smem(s) {
     row_group = (lane & 1) | (lane >> 4) << 1;
     col_group = (lane >> 1) & 7;
     quad_at = 16 * quad_of(row_group);
     extra_at = 4 * (16 * C::kQuads + row_group * C::kExtra);
     row_bytes = static_cast<uint32_t>(args.kv_row_stride) * (is_f32() ? 4 : 2);
-    const int chunk = lane % (is_f32() ? C::kF32Chunks : C::kHalfChunks), key = lane / (is_f32() ? C::kF32Chunks : C::kHalfChunks);
-    copy_from = static_cast<const unsigned char*>(args.kv) + C::kCols * warp * (is_f32() ? 4 : 2) + 16 * chunk;
-    copy_to = shared(group_at(0)) + (key & 3) * C::kSlotBytes + 16 * chunk + (is_f32() ? 0 : C::kSlotBytes / 2);
+    const int chunk = lane % (is_f32() ? C::kF32Chunks : C::kHalfChunks),
+              key = lane / (is_f32() ? C::kF32Chunks : C::kHalfChunks);
+    copy_from =
+        static_cast<const unsigned char*>(args.kv) + C::kCols * warp * (is_f32() ? 4 : 2) + 16 * chunk;
+    copy_to =
+        shared(group_at(0)) + (key & 3) * C::kSlotBytes + 16 * chunk + (is_f32() ? 0 : C::kSlotBytes / 2);
     // Kept in registers, not worked out again at every use.
     asm("" : "+l"(copy_from));
     asm("" : "+r"(copy_to));
   }
 
   __device__ __forceinline__ bool is_f32() const { return args.kv_dtype == DType::kF32; }
-  __device__ __forceinline__ uint32_t shared(int at) const { return static_cast<uint32_t>(__cvta_generic_to_shared(smem)) + at; }
+  __device__ __forceinline__ uint32_t shared(int at) const {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(smem)) + at;
+  }
   template <class T>
-  __device__ __forceinline__ T& shared_at(int at) const { return *reinterpret_cast<T*>(smem + at); }
+  __device__ __forceinline__ T& shared_at(int at) const {
+    return *reinterpret_cast<T*>(smem + at);
+  }
 
   // ---- this thread's rows: quads 2 apart so that the row groups of a store meet different banks, then the extra ones ----
 
-  __device__ __forceinline__ static int quad_of(int group) { return C::kQuads == 2 ? (group & 1) * 4 + (group >> 1) * 2 : group; }
+  __device__ __forceinline__ static int quad_of(int group) {
+    return C::kQuads == 2 ? (group & 1) * 4 + (group >> 1) * 2 : group;
+  }
   __device__ __forceinline__ static int row_of(int group, int r) {
-    return r < 4 * C::kQuads ? 4 * quad_of(group) + r : 16 * C::kQuads + group * C::kExtra + r - 4 * C::kQuads;
+    return r < 4 * C::kQuads ? 4 * quad_of(group) + r
+                             : 16 * C::kQuads + group * C::kExtra + r - 4 * C::kQuads;
   }
   using Rows = float[C::kThreadRows];
   __device__ __forceinline__ void load_rows(int at, Rows& x) const {
@@ -150,13 +172,19 @@ struct Worker {
 
   // ---- load: keys ----
 
-  __device__ __forceinline__ static int wrap(int group) { return group >= C::kGroups ? group - C::kGroups : group; }
-  __device__ __forceinline__ int group_at(int group) const { return C::kRingAt + (warp * C::kGroups + group) * C::kGroupBytes; }
+  __device__ __forceinline__ static int wrap(int group) {
+    return group >= C::kGroups ? group - C::kGroups : group;
+  }
+  __device__ __forceinline__ int group_at(int group) const {
+    return C::kRingAt + (warp * C::kGroups + group) * C::kGroupBytes;
+  }
 
   // Pool rows of keys first .. first + n - 1, a lane a key. They fit 32 bits: supports_kernel() looks.
   __device__ __forceinline__ uint32_t find_rows(int first, int n) const {
     const int key = first + lane;
-    return lane < n && key < item.key_end ? static_cast<uint32_t>(pool_row(args, item.page_base, item.request, key)) : kNoRow;
+    return lane < n && key < item.key_end
+               ? static_cast<uint32_t>(pool_row(args, item.page_base, item.request, key))
+               : kNoRow;
   }
   __device__ __forceinline__ const unsigned char* row_at(const unsigned char* from, uint32_t row) const {
     uint64_t at;
@@ -174,7 +202,8 @@ struct Worker {
     GroupRows g;
     if (kFast || is_f32()) {
 #pragma unroll
-      for (int u = 0; u < C::kSteps; ++u) g.row[u] = __shfl_sync(~0u, rows, 4 * j + u * (32 / C::kF32Chunks) + lane / C::kF32Chunks);
+      for (int u = 0; u < C::kSteps; ++u)
+        g.row[u] = __shfl_sync(~0u, rows, 4 * j + u * (32 / C::kF32Chunks) + lane / C::kF32Chunks);
     } else {
       g.row[0] = __shfl_sync(~0u, rows, 4 * j + (lane / C::kHalfChunks & 3));
     }
@@ -202,7 +231,8 @@ struct Worker {
     const uint32_t slot = shared(group_at(wrap(to + j))) + (lane & 3) * C::kSlotBytes;
     const bool ok = rows != kNoRow;
     const unsigned char* from =
-        row_at(static_cast<const unsigned char*>(args.kv) + (C::kDv + own * warp) * (is_f32() ? 4 : 2), ok ? rows : 0);
+        row_at(static_cast<const unsigned char*>(args.kv) + (C::kDv + own * warp) * (is_f32() ? 4 : 2),
+               ok ? rows : 0);
     if (is_f32()) {
       const uint32_t first = slot + 4 * C::kCols + 16 * ((odd + j) & 1);
       copy16(first, from, ok);
@@ -231,7 +261,8 @@ struct Worker {
   // ---- load: queries, this warp's columns, transposed; two lanes a row, four columns a step ----
 
   static constexpr int kQRounds = (C::kRows + 15) / 16, kQSteps = C::kSlice / 8;
-  static constexpr int kQAhead = kQRounds < 2 ? kQRounds : 2;  // more rounds at once would not fit the registers
+  static constexpr int kQAhead =
+      kQRounds < 2 ? kQRounds : 2;  // more rounds at once would not fit the registers
 
   // Calls f(round, step, is it there, element of q, where in shared memory) for this lane's share.
   template <int kFrom, int kTo, class F>
@@ -242,7 +273,8 @@ struct Worker {
       const int row = lane / 2 + 16 * i, packed = item.row_begin + row;
       if (row >= C::kRows) continue;
       const int node = packed / args.h_q, head = packed - node * args.h_q;
-      const int64_t from = (static_cast<int64_t>(item.q_begin) + node) * args.q_token_stride + head * args.q_head_stride;
+      const int64_t from =
+          (static_cast<int64_t>(item.q_begin) + node) * args.q_token_stride + head * args.q_head_stride;
       const int64_t values = from + C::kCols * warp + 4 * odd, rope = from + C::kDv + own * warp + 4 * odd;
       const int at = C::kQAt + 4 * ((warp * C::kSlice + 4 * odd) * C::kRows + row);
       const bool there = packed < item.row_end;
@@ -256,7 +288,9 @@ struct Worker {
     shared_at<float>(at + 8 * C::kRows) = x.z, shared_at<float>(at + 12 * C::kRows) = x.w;
   }
   __device__ __forceinline__ bool q_is_aligned(int bytes) const {
-    return (reinterpret_cast<int64_t>(args.q) | (args.q_token_stride | args.q_head_stride) * bytes) % (4 * bytes) == 0;
+    return (reinterpret_cast<int64_t>(args.q) | (args.q_token_stride | args.q_head_stride) * bytes) %
+               (4 * bytes) ==
+           0;
   }
   // One load of V for four elements: two rounds on their way, then `meanwhile`, then into shared memory.
   template <class V, class Meanwhile, class Widen>
@@ -269,7 +303,8 @@ struct Worker {
     V x[kTo - kFrom][kQSteps];
     const char* q = static_cast<const char*>(args.q);
     for_q<kFrom, kTo>([&](int i, int j, bool there, int64_t from, int) {
-      x[i - kFrom][j] = there ? __ldg(reinterpret_cast<const V*>(q + from * static_cast<int>(sizeof(V) / 4))) : V{};
+      x[i - kFrom][j] =
+          there ? __ldg(reinterpret_cast<const V*>(q + from * static_cast<int>(sizeof(V) / 4))) : V{};
     });
     meanwhile();
     for_q<kFrom, kTo>([&](int i, int j, bool, int64_t, int at) { store_q(at, widen(x[i - kFrom][j])); });
@@ -277,7 +312,8 @@ struct Worker {
   __device__ __forceinline__ void load_unaligned_q() const {
     for_q<0, kQRounds>([&](int, int, bool there, int64_t from, int at) {
 #pragma unroll 1
-      for (int c = 0; c < 4; ++c) shared_at<float>(at + 4 * c * C::kRows) = there ? load_any(args.q, args.q_dtype, from + c) : 0;
+      for (int c = 0; c < 4; ++c)
+        shared_at<float>(at + 4 * c * C::kRows) = there ? load_any(args.q, args.q_dtype, from + c) : 0;
     });
   }
 
@@ -295,7 +331,8 @@ struct Worker {
   }
   // Four columns. Operands come a step early: q[0] is there, the next chunk's queries (next_q_at) end up in q[0], its keys in `next`.
   __device__ __forceinline__ void score_chunk(Scores& s, int q_at, int next_q_at, Rows (&q)[2], const Keys& k,
-                                              const int (&next_at)[C::kThreadKeys], int next_offset, Keys& next) const {
+                                              const int (&next_at)[C::kThreadKeys], int next_offset,
+                                              Keys& next) const {
     load_keys(next_at, next_offset, next);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -334,7 +371,7 @@ struct Worker {
     }
     if constexpr (C::kDv == 256)
       if (chunks % 2 == 1) score_chunk(s, q_at, q_at, q, k[0], even, 0, k[1]);
-    // Partial scores lie [key][thread row][row group]: the 32 lanes of a store then meet 32 banks.
+        // Partial scores lie [key][thread row][row group]: the 32 lanes of a store then meet 32 banks.
 #pragma unroll
     for (int j = 0; j < C::kThreadKeys; ++j) {
       const int to = C::kPartsAt + warp * C::kPartBytes + 4 * ((col_group + 8 * j) * C::kStride + row_group);
@@ -346,8 +383,12 @@ struct Worker {
   // ---- mask and softmax: a lane a key, up to five rows a warp ----
 
   // The rows of a warp: thread row `warp` of all four row groups, then one of thread rows 8 and 9.
-  __device__ __forceinline__ bool owns(int i) const { return i < 4 ? warp < C::kThreadRows : 32 + warp < C::kRows; }
-  __device__ __forceinline__ int own_row(int i) const { return i < 4 ? row_of(i, warp) : row_of(warp & 3, 8 + warp / 4); }
+  __device__ __forceinline__ bool owns(int i) const {
+    return i < 4 ? warp < C::kThreadRows : 32 + warp < C::kRows;
+  }
+  __device__ __forceinline__ int own_row(int i) const {
+    return i < 4 ? row_of(i, warp) : row_of(warp & 3, 8 + warp / 4);
+  }
 
   __device__ __forceinline__ bool is_hidden(int row, int key) const {
     const int packed = item.row_begin + row;
@@ -378,12 +419,14 @@ struct Worker {
     }
     float m[C::kOwnRows];
 #pragma unroll
-    for (int i = 0; i < C::kOwnRows; ++i) m[i] = reduce_max(hidden >> i & 1 ? -INFINITY : s[i] * args.score_scale);
+    for (int i = 0; i < C::kOwnRows; ++i)
+      m[i] = reduce_max(hidden >> i & 1 ? -INFINITY : s[i] * args.score_scale);
 #pragma unroll
     for (int i = 0; i < C::kOwnRows; ++i) {
       m[i] = fmaxf(top[i], m[i]);
       const float base = m[i] == -INFINITY ? 0.0f : m[i];  // nothing seen yet: never -inf + inf
-      const float weight = hidden >> i & 1 ? __uint_as_float(kHidden) : expf(fmaf(s[i], args.score_scale, -base));
+      const float weight =
+          hidden >> i & 1 ? __uint_as_float(kHidden) : expf(fmaf(s[i], args.score_scale, -base));
       const float shrink = expf(top[i] - base);
       sum[i] = fmaf(sum[i], shrink, weight);
       top[i] = m[i];
@@ -410,7 +453,8 @@ struct Worker {
   __device__ __forceinline__ static void add_key(Sums& t, const Rows& w, const Columns& v) {
 #pragma unroll
     for (int r = 0; r < C::kThreadRows; ++r) {
-      if (kMasked && __float_as_uint(w[r]) == kHidden) continue;  // left out, not multiplied by 0: v may be NaN
+      if (kMasked && __float_as_uint(w[r]) == kHidden)
+        continue;  // left out, not multiplied by 0: v may be NaN
 #pragma unroll
       for (int c = 0; c < C::kThreadCols; ++c) t[r][c] = fmaf(w[r], v[c], t[r][c]);
     }
@@ -476,8 +520,10 @@ struct Worker {
       shared_at<float>(C::kShrinkAt + 4 * row) = none ? -1.0f : args.value_scale / total;
       if (packed >= item.row_end) continue;
       const float lse = none ? -INFINITY : top[i] + logf(total);
-      if (item.partial >= 0) args.partial_lse[static_cast<int64_t>(item.partial) * C::kRows + row] = lse;
-      else if (args.lse) args.lse[static_cast<int64_t>(item.q_begin) * args.h_q + packed] = lse;
+      if (item.partial >= 0)
+        args.partial_lse[static_cast<int64_t>(item.partial) * C::kRows + row] = lse;
+      else if (args.lse)
+        args.lse[static_cast<int64_t>(item.q_begin) * args.h_q + packed] = lse;
     }
   }
   // The item's rows, d_v elements each, from `to` on.
@@ -507,10 +553,14 @@ struct Worker {
     __syncthreads();
     const int64_t first = (static_cast<int64_t>(item.q_begin) * args.h_q + item.row_begin) * C::kDv;
     const bool aligned = reinterpret_cast<int64_t>(args.out) % 16 == 0;
-    if (item.partial >= 0) write_rows(args.partial_out + static_cast<int64_t>(item.partial) * C::kRows * C::kDv, true);
-    else if (args.out_dtype == DType::kF32) write_rows(static_cast<float*>(args.out) + first, aligned);
-    else if (args.out_dtype == DType::kBF16) write_rows(static_cast<__nv_bfloat16*>(args.out) + first, aligned);
-    else write_rows(static_cast<__half*>(args.out) + first, aligned);
+    if (item.partial >= 0)
+      write_rows(args.partial_out + static_cast<int64_t>(item.partial) * C::kRows * C::kDv, true);
+    else if (args.out_dtype == DType::kF32)
+      write_rows(static_cast<float*>(args.out) + first, aligned);
+    else if (args.out_dtype == DType::kBF16)
+      write_rows(static_cast<__nv_bfloat16*>(args.out) + first, aligned);
+    else
+      write_rows(static_cast<__half*>(args.out) + first, aligned);
     __syncthreads();  // shared memory is free for the next item
   }
 
@@ -520,7 +570,8 @@ struct Worker {
   __device__ __forceinline__ void fill_ring(uint32_t first, uint32_t spare) const {
     load_rope(first, C::kKeys, 0, 0);
 #pragma unroll 1
-    for (int j = 0; j < C::kTileGroups; ++j) load_group<false>(group_rows<false>(first, j), j * C::kGroupBytes, j & 1);
+    for (int j = 0; j < C::kTileGroups; ++j)
+      load_group<false>(group_rows<false>(first, j), j * C::kGroupBytes, j & 1);
     commit_copies();
     load_rope(spare, 4 * C::kSpare, C::kTileGroups, 0);
 #pragma unroll 1
@@ -531,7 +582,8 @@ struct Worker {
   }
   // The page entries and the queries are fetched together, then the keys.
   __device__ __forceinline__ void begin() {
-    const uint32_t first = find_rows(item.key_begin, C::kKeys), spare = find_rows(item.key_begin + C::kKeys, 4 * C::kSpare);
+    const uint32_t first = find_rows(item.key_begin, C::kKeys),
+                   spare = find_rows(item.key_begin + C::kKeys, 4 * C::kSpare);
     next_rows = find_rows(item.key_begin + 4 * C::kGroups, C::kKeys);
     const auto fill = [&] { fill_ring(first, spare); };
     if (args.q_dtype == DType::kF32 && q_is_aligned(4)) {
@@ -553,7 +605,8 @@ struct Worker {
 
   __device__ __forceinline__ void attend() {
     begin();
-    const int end = round_up(item.key_end, C::kKeys);  // what the last tile has past key_end is filled with zeros
+    const int end =
+        round_up(item.key_end, C::kKeys);  // what the last tile has past key_end is filled with zeros
 #pragma unroll 1
     for (int key = item.key_begin; key < item.key_end; key += C::kKeys) {
       wait_copies<C::kSpare>();  // all but the spare groups: the tile is there
@@ -567,9 +620,12 @@ struct Worker {
       const bool masked = key + C::kKeys > item.prefix_len || key + C::kKeys > item.key_end;
       softmax(key, masked);
       __syncthreads();
-      if (masked) accumulate<true, false>(rows, window < end);
-      else if (is_f32() && window + C::kKeys <= item.key_end) accumulate<false, true>(rows, true);
-      else accumulate<false, false>(rows, window < end);
+      if (masked)
+        accumulate<true, false>(rows, window < end);
+      else if (is_f32() && window + C::kKeys <= item.key_end)
+        accumulate<false, true>(rows, true);
+      else
+        accumulate<false, false>(rows, window < end);
       ring = wrap(ring + C::kTileGroups);
     }
     write();

@@ -45,9 +45,9 @@ struct Config {
   using Element = T;
   static constexpr int d_v = kDv, d_qk = kDv + kDrope;
   static constexpr int q_stride = d_qk + HeadTile::kPad;
-  static constexpr int threads_per_row_group = d_v / 4;                         // 4 columns a thread
-  static constexpr int row_groups = kThreads / threads_per_row_group;           // 1 or 2
-  static constexpr int rows_per_thread = kRows / row_groups;                    // 8 or 4
+  static constexpr int threads_per_row_group = d_v / 4;                // 4 columns a thread
+  static constexpr int row_groups = kThreads / threads_per_row_group;  // 1 or 2
+  static constexpr int rows_per_thread = kRows / row_groups;           // 8 or 4
   static_assert(q_stride % 32 == 16, "the bank drawing above");
 };
 
@@ -71,7 +71,8 @@ __device__ void load_queries(const KernelArgs& args, const CudaWorkItem& item, S
     const int r = i / C::d_qk, d = i % C::d_qk;
     const int row = item.row_begin + r < item.row_end ? item.row_begin + r : item.row_end - 1;
     const int64_t node = item.q_begin + row / args.h_q;
-    smem.q[r][d] = load_any(args.q, args.q_dtype, node * args.q_token_stride + row % args.h_q * args.q_head_stride + d);
+    smem.q[r][d] =
+        load_any(args.q, args.q_dtype, node * args.q_token_stride + row % args.h_q * args.q_head_stride + d);
   }
   if (threadIdx.x < kRows) {
     smem.max[threadIdx.x] = -INFINITY;
@@ -87,7 +88,8 @@ __device__ void load_keys(const KernelArgs& args, const CudaWorkItem& item, int 
   for (int k = threadIdx.x / 32; k < kKeys; k += kWarps) {
     const int key = first + k;
     const bool there = key < item.key_end;
-    const T* row = static_cast<const T*>(args.kv) + (there ? pool_row(args, item.page_base, item.request, key) * args.kv_row_stride : 0);
+    const T* row = static_cast<const T*>(args.kv) +
+                   (there ? pool_row(args, item.page_base, item.request, key) * args.kv_row_stride : 0);
     for (int d = 4 * lane; d < C::d_qk; d += 4 * 32) {
       float x[4] = {};
       if (there) load_vector<T, 4>(row + d, x);
@@ -107,7 +109,9 @@ __device__ void score(const KernelArgs& args, const CudaWorkItem& item, int firs
 #pragma unroll
     for (int k = 0; k < kMine; ++k) {
       const float4 x = *reinterpret_cast<const float4*>(&smem.keys[warp + k * kWarps][d]);
-      s[k] += fmaf(q.w, x.w, fmaf(q.z, x.z, fmaf(q.y, x.y, q.x * x.x)));  // a running sum of 4 * 36 terms would lose digits
+      s[k] +=
+          fmaf(q.w, x.w,
+               fmaf(q.z, x.z, fmaf(q.y, x.y, q.x * x.x)));  // a running sum of 4 * 36 terms would lose digits
     }
   }
 #pragma unroll
@@ -119,7 +123,8 @@ __device__ void score(const KernelArgs& args, const CudaWorkItem& item, int firs
     bool visible = true;
     if constexpr (kMasked) {
       const int row = item.row_begin + r < item.row_end ? item.row_begin + r : item.row_end - 1;
-      visible = key < item.key_end && (key < item.prefix_len || sees(args.mask, item.q_begin, row / args.h_q, key - item.prefix_len));
+      visible = key < item.key_end && (key < item.prefix_len ||
+                                       sees(args.mask, item.q_begin, row / args.h_q, key - item.prefix_len));
     }
     smem.p[warp + k * kWarps][r] = visible ? s[k] * args.score_scale : -INFINITY;
   }
@@ -148,7 +153,8 @@ __device__ void softmax(Shared<C>& smem) {
 // left out, not multiplied by 0.
 template <class C, bool kMasked>
 __device__ void accumulate(const Shared<C>& smem, float (&acc)[C::rows_per_thread][4]) {
-  const int column = 4 * (threadIdx.x % C::threads_per_row_group), row0 = threadIdx.x / C::threads_per_row_group * C::rows_per_thread;
+  const int column = 4 * (threadIdx.x % C::threads_per_row_group),
+            row0 = threadIdx.x / C::threads_per_row_group * C::rows_per_thread;
   float part[C::rows_per_thread][4] = {};
 #pragma unroll 4
   for (int k = 0; k < kKeys; ++k) {
@@ -170,7 +176,8 @@ __device__ void accumulate(const Shared<C>& smem, float (&acc)[C::rows_per_threa
 }
 
 template <class C, bool kMasked>
-__device__ void attend_tile(const KernelArgs& args, const CudaWorkItem& item, int first, Shared<C>& smem, float (&acc)[C::rows_per_thread][4]) {
+__device__ void attend_tile(const KernelArgs& args, const CudaWorkItem& item, int first, Shared<C>& smem,
+                            float (&acc)[C::rows_per_thread][4]) {
   __syncthreads();  // the last tile is used up
   load_keys(args, item, first, smem);
   __syncthreads();
@@ -183,10 +190,13 @@ __device__ void attend_tile(const KernelArgs& args, const CudaWorkItem& item, in
 
 // To the output, or normalised to the item's partial.
 template <class C>
-__device__ void write_rows(const KernelArgs& args, const CudaWorkItem& item, const Shared<C>& smem, const float (&acc)[C::rows_per_thread][4]) {
-  const int column = 4 * (threadIdx.x % C::threads_per_row_group), row0 = threadIdx.x / C::threads_per_row_group * C::rows_per_thread;
+__device__ void write_rows(const KernelArgs& args, const CudaWorkItem& item, const Shared<C>& smem,
+                           const float (&acc)[C::rows_per_thread][4]) {
+  const int column = 4 * (threadIdx.x % C::threads_per_row_group),
+            row0 = threadIdx.x / C::threads_per_row_group * C::rows_per_thread;
   const bool is_partial = item.partial >= 0;
-  const int64_t first_row = is_partial ? static_cast<int64_t>(item.partial) * kRows : static_cast<int64_t>(item.q_begin) * args.h_q + item.row_begin;
+  const int64_t first_row = is_partial ? static_cast<int64_t>(item.partial) * kRows
+                                       : static_cast<int64_t>(item.q_begin) * args.h_q + item.row_begin;
   void* out = is_partial ? args.partial_out : args.out;
   const DType dtype = is_partial ? DType::kF32 : args.out_dtype;
   float* lse = is_partial ? args.partial_lse : args.lse;
@@ -196,7 +206,8 @@ __device__ void write_rows(const KernelArgs& args, const CudaWorkItem& item, con
     if (row0 + r >= rows) continue;
     const float sum = smem.sum[row0 + r];
     for (int c = 0; c < 4; ++c)
-      store_any(out, dtype, (first_row + row0 + r) * C::d_v + column + c, sum == 0 ? 0.0f : acc[r][c] / sum * args.value_scale);
+      store_any(out, dtype, (first_row + row0 + r) * C::d_v + column + c,
+                sum == 0 ? 0.0f : acc[r][c] / sum * args.value_scale);
   }
   if (lse && threadIdx.x < rows) {
     const float sum = smem.sum[threadIdx.x];
@@ -260,14 +271,16 @@ class CudaHeadTile : public CudaBackend {
  protected:
   Support supports_kernel(const VerifyProblem& p, const CudaDevice&) const override {
     if (const Support s = supports_ladder_shape(p); !s.ok) return s;
-    const std::string reason = why_not_aligned(p, static_cast<int>(4 * dtype_bytes(p.kv.dtype)));  // 4 elements a load
+    const std::string reason =
+        why_not_aligned(p, static_cast<int>(4 * dtype_bytes(p.kv.dtype)));  // 4 elements a load
     return reason.empty() ? Support::yes() : Support::no(reason);
   }
 
   CudaInstance instance(const VerifyProblem& p, const CudaDevice&) const override {
     CudaInstance k;
     for (const Instance& i : kInstances)
-      if (i.kv == p.kv.dtype && i.d_v == p.shape.d_v && i.d_rope == p.shape.d_rope) k.function = reinterpret_cast<const void*>(i.function);
+      if (i.kv == p.kv.dtype && i.d_v == p.shape.d_v && i.d_rope == p.shape.d_rope)
+        k.function = reinterpret_cast<const void*>(i.function);
     k.threads = kThreads;
     k.smem_bytes = HeadTile::smem_bytes(p.shape.d_qk());
     k.tile = HeadTile::policy();

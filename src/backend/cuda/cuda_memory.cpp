@@ -56,13 +56,17 @@ class CudaMemory : public MemorySpace {
   void release(void* p) const noexcept override { cudaFree(p); }
   void upload(void* to, const void* from, std::size_t bytes, void* stream) const override {
     if (bytes > 0)
-      check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_of(stream)), fmt::format("uploading {} bytes", bytes));
+      check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_of(stream)),
+                 fmt::format("uploading {} bytes", bytes));
   }
   void download(void* to, const void* from, std::size_t bytes, void* stream) const override {
     if (bytes > 0)
-      check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream_of(stream)), fmt::format("downloading {} bytes", bytes));
+      check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream_of(stream)),
+                 fmt::format("downloading {} bytes", bytes));
   }
-  void synchronize(void* stream) const override { check_cuda(cudaStreamSynchronize(stream_of(stream)), "cudaStreamSynchronize"); }
+  void synchronize(void* stream) const override {
+    check_cuda(cudaStreamSynchronize(stream_of(stream)), "cudaStreamSynchronize");
+  }
 
   void* make_stream() const override {
     cudaStream_t stream = nullptr;
@@ -71,11 +75,15 @@ class CudaMemory : public MemorySpace {
   }
   void release_stream(void* stream) const noexcept override { cudaStreamDestroy(stream_of(stream)); }
 
-  std::vector<double> measure(void* stream, const std::function<void()>& enqueue, int samples, bool cold) const override {
+  std::vector<double> measure(void* stream, const std::function<void()>& enqueue, int samples,
+                              bool cold) const override {
     const cudaStream_t s = stream_of(stream);
-    const std::size_t flush_bytes = cold ? 4 * static_cast<std::size_t>(current_cuda_device().model.l2_bytes) : 0;
+    const std::size_t flush_bytes =
+        cold ? 4 * static_cast<std::size_t>(current_cuda_device().model.l2_bytes) : 0;
     const std::unique_ptr<void, void (*)(void*)> flush(flush_bytes > 0 ? allocate(flush_bytes) : nullptr,
-                                                       [](void* p) { if (p) cudaFree(p); });
+                                                       [](void* p) {
+                                                         if (p) cudaFree(p);
+                                                       });
     const Graph graph(s, enqueue);
     graph.launch(s);
     // One pair of events a sample and no wait between: the device never idles, so its clock stays up.

@@ -38,13 +38,14 @@ struct Shared {
   float* q;        // [d_qk], padded to 4
   float* scratch;  // [kThreads]
   float* scores;   // [smem_keys]
-  __device__ Shared(float* base, int d_qk) : q(base), scratch(q + round_up(d_qk, 4)), scores(scratch + kThreads) {}
+  __device__ Shared(float* base, int d_qk)
+      : q(base), scratch(q + round_up(d_qk, 4)), scores(scratch + kThreads) {}
 };
 static_assert(NaiveTile::fixed_bytes(576) == 2304 + 1024, "the map above");
 static_assert(NaiveTile::smem_bytes(576, 16384) == 2304 + 1024 + 65536, "the map above");
 
 struct Row {
-  int node;      // in the request
+  int node;  // in the request
   int64_t q_row, out_row;
   DeviceRequest request;
 };
@@ -73,7 +74,8 @@ __device__ const T* key_row(const KernelArgs& args, const DeviceRequest& r, int 
 }
 
 template <class T>
-__device__ void score_keys(const KernelArgs& args, const DeviceRequest& r, int node, int d_qk, const Shared& smem) {
+__device__ void score_keys(const KernelArgs& args, const DeviceRequest& r, int node, int d_qk,
+                           const Shared& smem) {
   const int prefix_len = r.kv_len - r.q_len;
   for (int key = threadIdx.x; key < r.kv_len; key += kThreads) {
     const bool visible = key < prefix_len || sees(args.mask, r.q_begin, node, key - prefix_len);
@@ -112,7 +114,8 @@ __device__ MaxSum softmax(int keys, const Shared& smem) {
 
 // Sums of 32 keys are taken apart and added up: one running sum over thousands of keys would lose the last digits.
 template <class T>
-__device__ void accumulate(const KernelArgs& args, const DeviceRequest& r, float sum, int64_t out_row, const Shared& smem) {
+__device__ void accumulate(const KernelArgs& args, const DeviceRequest& r, float sum, int64_t out_row,
+                           const Shared& smem) {
   for (int d = threadIdx.x; d < args.d_v; d += kThreads) {
     float total = 0;
     for (int first = 0; first < r.kv_len; first += 32) {
@@ -125,14 +128,16 @@ __device__ void accumulate(const KernelArgs& args, const DeviceRequest& r, float
       }
       total += part;
     }
-    store_any(args.out, args.out_dtype, out_row * args.d_v + d, sum == 0 ? 0.0f : total / sum * args.value_scale);
+    store_any(args.out, args.out_dtype, out_row * args.d_v + d,
+              sum == 0 ? 0.0f : total / sum * args.value_scale);
   }
 }
 
 // ---- kernel ----
 
 __device__ void write_row_without_keys(const KernelArgs& args, int64_t row, float value, float lse) {
-  for (int d = threadIdx.x; d < args.d_v; d += kThreads) store_any(args.out, args.out_dtype, row * args.d_v + d, value);
+  for (int d = threadIdx.x; d < args.d_v; d += kThreads)
+    store_any(args.out, args.out_dtype, row * args.d_v + d, value);
   if (args.lse && threadIdx.x == 0) args.lse[row] = lse;
 }
 
@@ -143,7 +148,8 @@ __global__ void __launch_bounds__(kThreads, 4) naive_kernel(const __grid_constan
   const int index = find_request(args.plan, node);
   if (index < 0) return write_row_without_keys(args, row, 0, -INFINITY);
   const DeviceRequest r = args.plan.requests[index];
-  if (r.kv_len > args.smem_keys) {  // the bounds that the caller gave were wrong: NaN is harder to miss than half a result
+  if (r.kv_len >
+      args.smem_keys) {  // the bounds that the caller gave were wrong: NaN is harder to miss than half a result
     report_fault(args.plan, DeviceFault::kMaxKvLen, r.request, r.kv_len);
     return write_row_without_keys(args, row, NAN, NAN);
   }
@@ -184,7 +190,8 @@ class CudaNaive : public CudaBackend {
     for (const auto& i : kInstances)
       if (i.kv == p.kv.dtype) k.function = reinterpret_cast<const void*>(i.function);
     k.threads = kThreads;
-    k.smem_keys = static_cast<int>(kv_len_bound(p) < most_keys(p, device) ? kv_len_bound(p) : most_keys(p, device));
+    k.smem_keys =
+        static_cast<int>(kv_len_bound(p) < most_keys(p, device) ? kv_len_bound(p) : most_keys(p, device));
     k.smem_bytes = NaiveTile::smem_bytes(p.shape.d_qk(), k.smem_keys);
     k.tile.rows_per_tile = 1;
     k.splits = false;

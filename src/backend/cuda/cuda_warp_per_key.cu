@@ -106,7 +106,8 @@ __device__ void load_query(const KernelArgs& args, const CudaWorkItem& item, Sha
 
 // This lane's key of the stripe: the offset of its row in the pool, or -1 if there is no such key or the node may not see it.
 __device__ int64_t find_row(const KernelArgs& args, const CudaWorkItem& item, int stripe) {
-  const int64_t key = item.key_begin + static_cast<int64_t>(stripe) * kStripe + threadIdx.x % 32 * kWarps + threadIdx.x / 32;
+  const int64_t key =
+      item.key_begin + static_cast<int64_t>(stripe) * kStripe + threadIdx.x % 32 * kWarps + threadIdx.x / 32;
   if (key >= item.key_end) return -1;
   const int k = static_cast<int>(key), node = item.row_begin / args.h_q;
   if (k >= item.prefix_len && !sees(args.mask, item.q_begin, node, k - item.prefix_len)) return -1;
@@ -135,8 +136,10 @@ __device__ void load_row(const typename C::Element* row, Piece<C> (&to)[C::loads
 #pragma unroll
   for (int i = 0; i < C::loads; ++i) {
     const int d = (i * 32 + lane) * C::width;
-    if (i < C::value_loads || d < C::d_qk) to[i] = *reinterpret_cast<const Piece<C>*>(row + d);
-    else to[i] = Piece<C>{};
+    if (i < C::value_loads || d < C::d_qk)
+      to[i] = *reinterpret_cast<const Piece<C>*>(row + d);
+    else
+      to[i] = Piece<C>{};
   }
 }
 
@@ -213,7 +216,8 @@ __device__ void fold(State<C>& state, Shared<C>& smem) {
   for (int i = 0; i < C::value_loads; ++i)
 #pragma unroll
     for (int c = 0; c < C::width / kPiece; ++c) {
-      Floats& acc = *reinterpret_cast<Floats*>(&smem.acc[warp][((i * (C::width / kPiece) + c) * 32 + lane) * kPiece]);
+      Floats& acc =
+          *reinterpret_cast<Floats*>(&smem.acc[warp][((i * (C::width / kPiece) + c) * 32 + lane) * kPiece]);
       const Floats old = keep == 0 ? Floats{} : acc;  // nothing is there the first time
       Floats sum;
 #pragma unroll
@@ -250,15 +254,18 @@ __device__ void write_row(const KernelArgs& args, const CudaWorkItem& item, cons
   for (int w = 0; w < kWarps; ++w) m = fmaxf(m, smem.max[w]);
   for (int w = 0; w < kWarps; ++w) sum = fmaf(smem.sum[w], weight(smem.max[w], m), sum);
   const bool is_partial = item.partial >= 0;
-  const int64_t row = is_partial ? item.partial : static_cast<int64_t>(item.q_begin) * args.h_q + item.row_begin;
+  const int64_t row =
+      is_partial ? item.partial : static_cast<int64_t>(item.q_begin) * args.h_q + item.row_begin;
   void* out = is_partial ? args.partial_out : args.out;
   const DType dtype = is_partial ? DType::kF32 : args.out_dtype;
   float* lse = is_partial ? args.partial_lse : args.lse;
   for (int position = threadIdx.x; position < C::d_v; position += kThreads) {
     float x = 0;
     for (int w = 0; w < kWarps; ++w)
-      if (const float share = weight(smem.max[w], m); share != 0) x = fmaf(smem.acc[w][position], share, x);  // else nothing is there
-    store_any(out, dtype, row * C::d_v + to_element<C::width>(position), sum == 0 ? 0.0f : x / sum * args.value_scale);
+      if (const float share = weight(smem.max[w], m); share != 0)
+        x = fmaf(smem.acc[w][position], share, x);  // else nothing is there
+    store_any(out, dtype, row * C::d_v + to_element<C::width>(position),
+              sum == 0 ? 0.0f : x / sum * args.value_scale);
   }
   if (lse && threadIdx.x == 0) lse[row] = sum == 0 ? -INFINITY : m + logf(sum);
 }
@@ -275,7 +282,8 @@ constexpr int blocks_per_sm() {
 }
 
 template <class C>
-__global__ void __launch_bounds__(kThreads, blocks_per_sm<C>()) warp_per_key_kernel(const __grid_constant__ KernelArgs args) {
+__global__ void __launch_bounds__(kThreads, blocks_per_sm<C>())
+    warp_per_key_kernel(const __grid_constant__ KernelArgs args) {
   extern __shared__ float4 dynamic_smem[];
   Shared<C>& smem = *reinterpret_cast<Shared<C>*>(dynamic_smem);
   __shared__ SharedWork work;
@@ -334,7 +342,8 @@ constexpr Instance kInstances[] = {
 
 class CudaWarpPerKey : public CudaBackend {
  public:
-  explicit CudaWarpPerKey(bool vector) : CudaBackend(vector ? "cuda_warp_per_key" : "cuda_warp_per_key_scalar"), vector_(vector) {}
+  explicit CudaWarpPerKey(bool vector)
+      : CudaBackend(vector ? "cuda_warp_per_key" : "cuda_warp_per_key_scalar"), vector_(vector) {}
 
  protected:
   Support supports_kernel(const VerifyProblem& p, const CudaDevice&) const override {

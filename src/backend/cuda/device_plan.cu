@@ -18,7 +18,8 @@ constexpr int kPlanThreads = 256;
 constexpr int kWarps = kPlanThreads / 32;
 
 __device__ void report(uint64_t* word, DeviceFault fault, int request, int position) {
-  atomicMin(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(pack_fault(fault, request, position)));
+  atomicMin(reinterpret_cast<unsigned long long*>(word),
+            static_cast<unsigned long long>(pack_fault(fault, request, position)));
 }
 
 // ---- lengths ----
@@ -82,10 +83,13 @@ struct Sums {
   int units, active;
 };
 
-__device__ Sums operator+(const Sums& a, const Sums& b) { return {a.cost + b.cost, a.units + b.units, a.active + b.active}; }
+__device__ Sums operator+(const Sums& a, const Sums& b) {
+  return {a.cost + b.cost, a.units + b.units, a.active + b.active};
+}
 
 __device__ Sums shuffle_up(const Sums& s, int step) {
-  return {__shfl_up_sync(~0u, s.cost, step), __shfl_up_sync(~0u, s.units, step), __shfl_up_sync(~0u, s.active, step)};
+  return {__shfl_up_sync(~0u, s.cost, step), __shfl_up_sync(~0u, s.units, step),
+          __shfl_up_sync(~0u, s.active, step)};
 }
 
 // Sums of the threads before this one; `total` becomes that of all. `warp_sums` has kWarps elements.
@@ -122,7 +126,8 @@ __device__ void lay_out_requests(const PlanArgs& args, uint64_t* fault) {
     }
     const bool active = cost.row_tiles > 0;
     Sums total;
-    const Sums before = base + exclusive_scan({cost.total(), cost.row_tiles * cost.units, active}, warp_sums, total);
+    const Sums before =
+        base + exclusive_scan({cost.total(), cost.row_tiles * cost.units, active}, warp_sums, total);
     if (active) {
       d.start = before.cost;
       d.unit_base = before.units;
@@ -144,8 +149,10 @@ __device__ int owner_of(const PlanArgs& args, int node) {
   int low = 0, high = args.b;  // the last request whose rows begin at or before the node
   while (low < high) {
     const int middle = (low + high) / 2;
-    if (args.q_indptr[middle] <= node) low = middle + 1;
-    else high = middle;
+    if (args.q_indptr[middle] <= node)
+      low = middle + 1;
+    else
+      high = middle;
   }
   const int r = low - 1;
   return r >= 0 && args.q_indptr[r] >= 0 && node < args.q_indptr[r + 1] ? r : -1;
@@ -188,7 +195,8 @@ __global__ void __launch_bounds__(kPlanThreads) device_plan_kernel(const __grid_
   if (node < args.total_q) write_bits(args, static_cast<int>(node), &args.header->fault);
 }
 
-__global__ void list_items_kernel(const __grid_constant__ DevicePlanView plan, int max_items, WorkItem* items, int* counts) {
+__global__ void list_items_kernel(const __grid_constant__ DevicePlanView plan, int max_items, WorkItem* items,
+                                  int* counts) {
   WorkCursor cursor(plan, blockIdx.x);
   int n = 0;
   for (CudaWorkItem item; n < max_items && cursor.next(item); ++n) {
@@ -206,13 +214,15 @@ __global__ void list_items_kernel(const __grid_constant__ DevicePlanView plan, i
 }
 
 // A block a request (stepping): lengths by thread 0, then page entries and parents by all.
-__global__ void __launch_bounds__(kPlanThreads) check_kernel(const __grid_constant__ PlanArgs args, uint64_t* fault) {
+__global__ void __launch_bounds__(kPlanThreads)
+    check_kernel(const __grid_constant__ PlanArgs args, uint64_t* fault) {
   for (int r = blockIdx.x; r < args.b; r += gridDim.x) {
     const DeviceRequest d = read_request(args, r, fault);  // every thread alike
     const int pages = d.kv_len > 0 ? args.page_size.quotient(d.kv_len - 1) + 1 : 0;
     for (int i = threadIdx.x; i < pages; i += kPlanThreads) {
-      const int64_t entry = args.entries_are_int64 ? static_cast<const int64_t*>(args.entries)[d.page_base + i]
-                                                   : static_cast<const int32_t*>(args.entries)[d.page_base + i];
+      const int64_t entry = args.entries_are_int64
+                                ? static_cast<const int64_t*>(args.entries)[d.page_base + i]
+                                : static_cast<const int32_t*>(args.entries)[d.page_base + i];
       if (entry < 0 || entry >= args.num_pages) report(fault, DeviceFault::kPageEntry, r, i);
     }
     if (args.parents == nullptr) continue;
@@ -244,7 +254,8 @@ void launch_device_plan(const PlanArgs& args, cudaStream_t stream) {
 
 void load_plan_kernels() {
   cudaFuncAttributes attributes;
-  check_cuda(cudaFuncGetAttributes(&attributes, device_plan_kernel), "cudaFuncGetAttributes of device_plan_kernel");
+  check_cuda(cudaFuncGetAttributes(&attributes, device_plan_kernel),
+             "cudaFuncGetAttributes of device_plan_kernel");
 }
 
 std::vector<WorkItem> list_device_items(const DevicePlanView& plan, int max_items, cudaStream_t stream) {
@@ -255,10 +266,15 @@ std::vector<WorkItem> list_device_items(const DevicePlanView& plan, int max_item
   check_launch("list_items_kernel");
   std::vector<WorkItem> all(static_cast<std::size_t>(workers) * max_items), list;
   std::vector<int> n(workers);
-  check_cuda(cudaMemcpyAsync(all.data(), items.data, all.size() * sizeof(WorkItem), cudaMemcpyDeviceToHost, stream), "copying items");
-  check_cuda(cudaMemcpyAsync(n.data(), counts.data, n.size() * sizeof(int), cudaMemcpyDeviceToHost, stream), "copying counts");
+  check_cuda(
+      cudaMemcpyAsync(all.data(), items.data, all.size() * sizeof(WorkItem), cudaMemcpyDeviceToHost, stream),
+      "copying items");
+  check_cuda(cudaMemcpyAsync(n.data(), counts.data, n.size() * sizeof(int), cudaMemcpyDeviceToHost, stream),
+             "copying counts");
   check_cuda(cudaStreamSynchronize(stream), "list_items_kernel");
-  for (int w = 0; w < workers; ++w) list.insert(list.end(), all.begin() + static_cast<int64_t>(w) * max_items, all.begin() + static_cast<int64_t>(w) * max_items + n[w]);
+  for (int w = 0; w < workers; ++w)
+    list.insert(list.end(), all.begin() + static_cast<int64_t>(w) * max_items,
+                all.begin() + static_cast<int64_t>(w) * max_items + n[w]);
   return list;
 }
 
@@ -266,10 +282,11 @@ uint64_t find_device_fault(const PlanArgs& args, cudaStream_t stream) {
   if (args.b == 0) return kNoFault;
   DeviceArray<uint64_t> fault(1);
   check_cuda(cudaMemsetAsync(fault.data, 0xFF, sizeof(uint64_t), stream), "cudaMemsetAsync");
-  check_kernel<<<args.b < 1024 ? args.b : 1024, kPlanThreads, 0, stream>>>(args, fault.data);
+  check_kernel < <<args.b<1024 ? args.b : 1024, kPlanThreads, 0, stream>>>(args, fault.data);
   check_launch("check_kernel");
   uint64_t word = kNoFault;
-  check_cuda(cudaMemcpyAsync(&word, fault.data, sizeof word, cudaMemcpyDeviceToHost, stream), "copying the fault word");
+  check_cuda(cudaMemcpyAsync(&word, fault.data, sizeof word, cudaMemcpyDeviceToHost, stream),
+             "copying the fault word");
   check_cuda(cudaStreamSynchronize(stream), "check_kernel");
   return word;
 }

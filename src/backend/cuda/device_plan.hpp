@@ -40,7 +40,8 @@ void load_combine_kernel();
 
 // The items that the device derives from its plan, worker by worker: for the test that compares them with make_split_plan().
 // Waits for the stream.
-std::vector<WorkItem> list_device_items(const DevicePlanView& plan, int max_items_per_worker, cudaStream_t stream);
+std::vector<WorkItem> list_device_items(const DevicePlanView& plan, int max_items_per_worker,
+                                        cudaStream_t stream);
 
 // The debug kernel behind check_device_problem(): kNoFault, or the first fault packed by pack_fault(). Waits for the stream.
 uint64_t find_device_fault(const PlanArgs& args, cudaStream_t stream);

@@ -25,7 +25,8 @@ void take_rates(const cudaDeviceProp& p, DeviceModel& m) {
     std::string name(known.name);  // "rtx_pro_6000"
     std::string present(p.name);   // "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"
     for (std::string* s : {&name, &present})
-      for (char& c : *s) c = c == ' ' || c == '-' ? '_' : static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+      for (char& c : *s)
+        c = c == ' ' || c == '-' ? '_' : static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
     if (present.find(name) == std::string::npos) continue;
     m.name = known.name;
     m.mem_bytes_per_s = known.mem_bytes_per_s;
@@ -47,7 +48,8 @@ CudaDevice query(int ordinal) {
   CudaDevice d;
   d.ordinal = ordinal;
   cudaDeviceProp p;
-  check_cuda(cudaGetDeviceProperties(&p, ordinal), fmt::format("cudaGetDeviceProperties of device {}", ordinal));
+  check_cuda(cudaGetDeviceProperties(&p, ordinal),
+             fmt::format("cudaGetDeviceProperties of device {}", ordinal));
   d.cc = 10 * p.major + p.minor;
   DeviceModel& m = d.model;
   m.name = p.name;
@@ -63,8 +65,10 @@ CudaDevice query(int ordinal) {
   m.provenance = "unknown";
   take_rates(p, m);
   d.usable = d.cc >= kMinCc;
-  d.reason = d.usable ? fmt::format("{}, {}, {} SMs, {:.0f} GB", p.name, m.arch, m.num_sms, static_cast<double>(p.totalGlobalMem) / 1e9)
-                      : fmt::format("{} has compute capability {}.{}: 8.0 is the oldest supported", p.name, p.major, p.minor);
+  d.reason = d.usable ? fmt::format("{}, {}, {} SMs, {:.0f} GB", p.name, m.arch, m.num_sms,
+                                    static_cast<double>(p.totalGlobalMem) / 1e9)
+                      : fmt::format("{} has compute capability {}.{}: 8.0 is the oldest supported", p.name,
+                                    p.major, p.minor);
   return d;
 }
 

@@ -46,7 +46,8 @@ enum class DeviceFault : int {
 };
 constexpr uint64_t kNoFault = ~uint64_t{0};
 TREEMLA_HD inline uint64_t pack_fault(DeviceFault f, int request, int position) {
-  return static_cast<uint64_t>(f) << 60 | static_cast<uint64_t>(request & 0x0FFFFFFF) << 32 | static_cast<uint32_t>(position);
+  return static_cast<uint64_t>(f) << 60 | static_cast<uint64_t>(request & 0x0FFFFFFF) << 32 |
+         static_cast<uint32_t>(position);
 }
 
 // ---- the plan, as the device computes it: device_plan.cu ----
@@ -72,7 +73,7 @@ struct DevicePlanHeader {
 
 struct DevicePlanView {
   SplitParams params;
-  int num_slots = 0;                     // partial slots there are: no kernel writes past them whatever the lengths say
+  int num_slots = 0;  // partial slots there are: no kernel writes past them whatever the lengths say
   DevicePlanHeader* header = nullptr;
   const DeviceRequest* requests = nullptr;  // [header->num_active], in batch order
 };
@@ -97,7 +98,7 @@ struct KernelArgs {
   DType q_dtype = DType::kF32;
   int64_t q_token_stride = 0, q_head_stride = 0;
   DType kv_dtype = DType::kF32;  // for kernels that are not compiled for one
-  const void* kv = nullptr;  // rows of d_qk elements, kv_row_stride apart
+  const void* kv = nullptr;      // rows of d_qk elements, kv_row_stride apart
   int64_t kv_row_stride = 0;
   PageLookup pages;
   MaskView mask;

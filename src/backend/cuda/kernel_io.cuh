@@ -12,22 +12,33 @@ namespace treemla {
 
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(__half x) { return __half2float(x); }
-__device__ inline float to_float(__nv_bfloat16 x) { return __uint_as_float(static_cast<uint32_t>(__bfloat16_as_ushort(x)) << 16); }
+__device__ inline float to_float(__nv_bfloat16 x) {
+  return __uint_as_float(static_cast<uint32_t>(__bfloat16_as_ushort(x)) << 16);
+}
 
 // Element i of an array whose dtype is known at run time: for q, which is read once a work item.
 __device__ inline float load_any(const void* data, DType t, int64_t i) {
   switch (t) {
-    case DType::kF32: return static_cast<const float*>(data)[i];
-    case DType::kF16: return to_float(static_cast<const __half*>(data)[i]);
-    default: return to_float(static_cast<const __nv_bfloat16*>(data)[i]);
+    case DType::kF32:
+      return static_cast<const float*>(data)[i];
+    case DType::kF16:
+      return to_float(static_cast<const __half*>(data)[i]);
+    default:
+      return to_float(static_cast<const __nv_bfloat16*>(data)[i]);
   }
 }
 
 __device__ inline void store_any(void* data, DType t, int64_t i, float x) {
   switch (t) {
-    case DType::kF32: static_cast<float*>(data)[i] = x; break;
-    case DType::kF16: static_cast<__half*>(data)[i] = __float2half_rn(x); break;
-    default: static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(x); break;
+    case DType::kF32:
+      static_cast<float*>(data)[i] = x;
+      break;
+    case DType::kF16:
+      static_cast<__half*>(data)[i] = __float2half_rn(x);
+      break;
+    default:
+      static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(x);
+      break;
   }
 }
 
@@ -45,9 +56,12 @@ __device__ inline void load_vector(const T* from, float (&to)[kWidth]) {
       uint32_t v4;
       T elements[kWidth];
     } u;
-    if constexpr (kBytes == 16) u.v16 = *reinterpret_cast<const uint4*>(from);
-    else if constexpr (kBytes == 8) u.v8 = *reinterpret_cast<const uint2*>(from);
-    else u.v4 = *reinterpret_cast<const uint32_t*>(from);
+    if constexpr (kBytes == 16)
+      u.v16 = *reinterpret_cast<const uint4*>(from);
+    else if constexpr (kBytes == 8)
+      u.v8 = *reinterpret_cast<const uint2*>(from);
+    else
+      u.v4 = *reinterpret_cast<const uint32_t*>(from);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) to[i] = to_float(u.elements[i]);
   }
@@ -56,7 +70,8 @@ __device__ inline void load_vector(const T* from, float (&to)[kWidth]) {
 // ---- pages ----
 
 // One of the faults that threads meet survives: a plain store costs fewer registers than an atomic one.
-__device__ inline void report_fault(const DevicePlanView& plan, DeviceFault fault, int request, int position) {
+__device__ inline void report_fault(const DevicePlanView& plan, DeviceFault fault, int request,
+                                    int position) {
   *const_cast<volatile uint64_t*>(&plan.header->fault) = pack_fault(fault, request, position);
 }
 
@@ -65,7 +80,8 @@ __device__ inline void report_fault(const DevicePlanView& plan, DeviceFault faul
 __device__ inline int64_t pool_row(const KernelArgs& args, int64_t page_base, int request, int t) {
   const int page = args.pages.page_size.quotient(t);
   const int64_t i = page_base + page;
-  int64_t entry = args.pages.is_int64 ? static_cast<const int64_t*>(args.pages.entries)[i] : static_cast<const int32_t*>(args.pages.entries)[i];
+  int64_t entry = args.pages.is_int64 ? static_cast<const int64_t*>(args.pages.entries)[i]
+                                      : static_cast<const int32_t*>(args.pages.entries)[i];
   if (static_cast<uint64_t>(entry) >= static_cast<uint64_t>(args.pages.num_pages)) {
     report_fault(args.plan, DeviceFault::kPageEntry, request, page);
     entry = 0;
@@ -78,9 +94,12 @@ __device__ inline int64_t pool_row(const KernelArgs& args, int64_t page_base, in
 // May node i of the request whose node 0 is query node q_begin see node j of it? Both below q_len.
 __device__ inline bool sees(const MaskView& mask, int q_begin, int i, int j) {
   switch (mask.kind) {
-    case MaskKind::kNone: return true;
-    case MaskKind::kCausal: return j <= i;
-    default: return (mask.bits[(static_cast<int64_t>(q_begin) + i) * mask.words + (j >> 5)] >> (j & 31)) & 1;
+    case MaskKind::kNone:
+      return true;
+    case MaskKind::kCausal:
+      return j <= i;
+    default:
+      return (mask.bits[(static_cast<int64_t>(q_begin) + i) * mask.words + (j >> 5)] >> (j & 31)) & 1;
   }
 }
 

@@ -16,7 +16,7 @@ struct CudaWorkItem {
   int key_begin, key_end;
   int kv_len, prefix_len;  // keys from prefix_len on are tree rows: those and only those need the mask
   int64_t page_base;       // for pool_row()
-  int partial;             // slot of the partial result, or -1: the item covers all keys and writes the output
+  int partial;  // slot of the partial result, or -1: the item covers all keys and writes the output
 };
 
 // Steps through the items of one worker. Every thread of a CTA steps alike, with no communication:
@@ -36,8 +36,10 @@ class WorkCursor {
     int low = 0, high = num_active;
     while (low < high) {
       const int middle = (low + high) / 2;
-      if (plan.requests[middle].start <= from) low = middle + 1;
-      else high = middle;
+      if (plan.requests[middle].start <= from)
+        low = middle + 1;
+      else
+        high = middle;
     }
     if (low == 0) return;
     index_ = low - 1;
@@ -73,14 +75,17 @@ class WorkCursor {
   }
 
  private:
-  __device__ bool fill(CudaWorkItem& item, const DeviceRequest& r, const RequestCost& cost, int64_t start, int64_t payload,
-                       UnitRange owned) const {
+  __device__ bool fill(CudaWorkItem& item, const DeviceRequest& r, const RequestCost& cost, int64_t start,
+                       int64_t payload, UnitRange owned) const {
     const SplitParams& p = plan_.params;
-    const int64_t keys_per_unit = static_cast<int64_t>(p.tile.keys_per_tile) * (p.fixed_tiles > 0 ? p.fixed_tiles : 1);
+    const int64_t keys_per_unit =
+        static_cast<int64_t>(p.tile.keys_per_tile) * (p.fixed_tiles > 0 ? p.fixed_tiles : 1);
     const int64_t end = owned.end * keys_per_unit;
-    const PartialSlots slots = partial_slots(p, cost, row_tile_, start, payload, r.unit_base + row_tile_ * cost.units);
+    const PartialSlots slots =
+        partial_slots(p, cost, row_tile_, start, payload, r.unit_base + row_tile_ * cost.units);
     // Balanced pieces are numbered by worker, fixed ones by unit.
-    const int piece = p.fixed_tiles > 0 ? owned.begin : worker_ - worker_of_unit(cost, row_tile_, start, payload, 0);
+    const int piece =
+        p.fixed_tiles > 0 ? owned.begin : worker_ - worker_of_unit(cost, row_tile_, start, payload, 0);
     item.request = r.request;
     item.q_begin = r.q_begin;
     item.row_begin = row_tile_ * p.tile.rows_per_tile;
@@ -131,8 +136,10 @@ __device__ inline int find_request(const DevicePlanView& plan, int node) {
   int low = 0, high = plan.header->num_active;
   while (low < high) {
     const int middle = (low + high) / 2;
-    if (plan.requests[middle].q_begin <= node) low = middle + 1;
-    else high = middle;
+    if (plan.requests[middle].q_begin <= node)
+      low = middle + 1;
+    else
+      high = middle;
   }
   if (low == 0) return -1;
   const DeviceRequest& r = plan.requests[low - 1];
