@@ -141,9 +141,10 @@ std::string describe_kernel(const PlanOptions& o, const DeviceModel& device, con
       const Occupancy occ = occupancy(device, kernel);
       workers *= std::max(1, occ.blocks);
       s += fmt::format(
-          "block        {} threads, {} registers a thread, {} shared memory; {} a SM, limited by {}\n",
+          "block        {} threads, {} registers a thread, {} shared memory; {} a SM ({:.0f}% of its "
+          "threads), limited by {}\n",
           kernel.threads_per_block, kernel.regs_per_thread, bytes_text(kernel.smem_per_block_bytes),
-          occ.blocks, occ.limit);
+          occ.blocks, 100.0 * occ.blocks * kernel.threads_per_block / device.max_threads_per_sm, occ.limit);
     }
   } else {
     s += fmt::format(
