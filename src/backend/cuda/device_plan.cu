@@ -282,7 +282,8 @@ uint64_t find_device_fault(const PlanArgs& args, cudaStream_t stream) {
   if (args.b == 0) return kNoFault;
   DeviceArray<uint64_t> fault(1);
   check_cuda(cudaMemsetAsync(fault.data, 0xFF, sizeof(uint64_t), stream), "cudaMemsetAsync");
-  check_kernel < <<args.b<1024 ? args.b : 1024, kPlanThreads, 0, stream>>>(args, fault.data);
+  const int blocks = args.b < 1024 ? args.b : 1024;
+  check_kernel<<<blocks, kPlanThreads, 0, stream>>>(args, fault.data);
   check_launch("check_kernel");
   uint64_t word = kNoFault;
   check_cuda(cudaMemcpyAsync(&word, fault.data, sizeof word, cudaMemcpyDeviceToHost, stream),
