@@ -13,6 +13,13 @@
 
 namespace treemla::test {
 
+// Programs with sanitizers run an order of magnitude slower: they draw fewer random cases.
+#if defined(__SANITIZE_ADDRESS__)
+inline constexpr int kRandomCases = 20, kRandomCasesPerTarget = 2;
+#else
+inline constexpr int kRandomCases = 60, kRandomCasesPerTarget = 8;
+#endif
+
 // How the tensors of a generated case are handed over. The numbers stay the same.
 struct Form {
   bool block_table = false;  // else CSR

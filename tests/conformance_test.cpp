@@ -46,7 +46,7 @@ INSTANTIATE_TEST_SUITE_P(Corner, Conformance,
                                           testing::ValuesIn(corner_cases())));
 INSTANTIATE_TEST_SUITE_P(Random, Conformance,
                          testing::Combine(testing::ValuesIn(host_backends()),
-                                          testing::ValuesIn(random_cases(60, 20260801))));
+                                          testing::ValuesIn(random_cases(kRandomCases, 20260801))));
 
 // The recorded cases were computed elsewhere, by another implementation: they judge the oracle too.
 TEST(RecordedCases, EveryHostBackendPasses) {
