@@ -146,4 +146,80 @@ inline const Fp32Tile* choose_fp32_tile(int d_v, int64_t requests, int64_t rows,
   return best;
 }
 
+// cuda_mma: row_tiles x 8 (node, head) rows against tiles of 16 keys, 8 warps in two groups. A row's bits don't depend on the tile.
+struct MmaTile {
+  static constexpr int kThreads = 256;
+  static constexpr int kKeys = 16;
+  static constexpr int kRope = 64;  // rope columns that there is room for
+  int d_v = 0;
+  int row_tiles = 0;  // of 8 rows; the first group has half of them, rounded up
+  int stages = 3;     // of the ring of key tiles
+  int q_steps[2] =
+      {};  // of a group's queries, pieces of 16 columns that live in shared memory; the others are in registers
+  int blocks = 1;     // an SM, as far as registers go
+  int tile_cost = 0;  // measured: hundredths of a microsecond that a key tile takes on an SM of the H200
+
+  constexpr int rows() const { return 8 * row_tiles; }
+  // 16 bytes past the row's own: 8 rows in a column then lie in different banks.
+  constexpr int key_stride() const { return 2 * (d_v + kRope) + 16; }
+  constexpr int stage_bytes() const { return kKeys * key_stride(); }
+  // Pieces of 16 columns of a quarter of a row.
+  constexpr int steps() const { return d_v / 64 + kRope / 64; }
+  constexpr int shared_q_steps(int group) const { return q_steps[group]; }
+  constexpr int q_bytes(int group) const { return (row_tiles + 1 - group) / 2 * 4 * 256 * q_steps[group]; }
+  constexpr int parts_bytes() const { return row_tiles * 3 * 512; }
+  static constexpr int kWeightStride = 2 * kKeys + 16;
+  constexpr int weights_bytes() const { return rows() * kWeightStride; }
+  constexpr int smem_bytes() const {
+    return round_up(stages * stage_bytes() + q_bytes(0) + q_bytes(1) + parts_bytes() + weights_bytes() +
+                        4 * rows() + 16 * stages + 4 * row_tiles,
+                    16) +
+           (row_tiles > 8 ? 512 : 0);
+  }
+
+  // In hundredths of a microsecond on the H200.
+  constexpr TilePolicy policy() const {
+    TilePolicy t;
+    t.rows_per_tile = rows();
+    t.row_granularity = rows();  // narrow row tiles take as long as full ones
+    t.keys_per_tile = kKeys;
+    t.row_cost = 0;
+    t.load_cost = tile_cost;
+    t.pair_cost = 300;
+    return t;
+  }
+};
+
+// The compiled instances. Widest rows first: they make the most of each loaded key.
+inline constexpr MmaTile kMmaTiles[] = {
+    {512, 9, 3, {5, 0}, 1, 100},  // 72 rows: 8 heads x 9 nodes
+    {512, 8, 3, {2, 2}, 1, 90},   // 64 rows
+    {512, 4, 4, {0, 0}, 1, 60},   // 32 rows
+    {512, 2, 4, {0, 0}, 2, 60},   // 16 rows
+    {512, 1, 4, {0, 0}, 2, 50},   // 8 rows: a decoded token of a TP8 rank
+    {256, 8, 4, {0, 0}, 1, 100},  // 64 rows
+    {256, 2, 4, {0, 0}, 2, 50},   // 16 rows
+};
+
+// The tile that should end first for `requests` requests of about `rows` (node, head) rows and at most `keys` keys.
+inline const MmaTile* choose_mma_tile(int d_v, int64_t requests, int64_t rows, int64_t keys, int num_sms,
+                                      int64_t smem_per_sm) {
+  const MmaTile* best = nullptr;
+  int64_t best_cost = 0;
+  for (const MmaTile& t : kMmaTiles) {
+    if (t.d_v != d_v) continue;
+    const TilePolicy policy = t.policy();
+    const int64_t by_smem = smem_per_sm / (t.smem_bytes() + 1024);
+    const int64_t workers = num_sms * (by_smem < t.blocks ? (by_smem > 0 ? by_smem : 1) : t.blocks);
+    const int64_t pair = policy.pair_cost + ceil_div<int64_t>(keys, MmaTile::kKeys) * policy.load_cost;
+    int64_t cost = ceil_div<int64_t>(requests * ceil_div<int64_t>(rows, t.rows()) * pair, workers);
+    if (cost < policy.pair_cost + policy.load_cost) cost = policy.pair_cost + policy.load_cost;
+    if (best == nullptr || cost < best_cost) {
+      best = &t;
+      best_cost = cost;
+    }
+  }
+  return best;
+}
+
 }  // namespace treemla

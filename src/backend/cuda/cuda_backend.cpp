@@ -138,6 +138,16 @@ std::string why_not_aligned(const VerifyProblem& p, int bytes) {
                      p.kv.data, row_bytes, bytes, bytes);
 }
 
+std::string why_pool_too_large(const VerifyProblem& p) {
+  constexpr int64_t kMost = std::numeric_limits<uint32_t>::max();
+  if (p.kv.num_pages > (kMost - 1) / p.kv.page_size)
+    return fmt::format("kv.num_pages = {} of {} rows: takes fewer than 2^32 rows", p.kv.num_pages,
+                       p.kv.page_size);
+  const int64_t row_bytes = kv_row_stride(p) * static_cast<int64_t>(dtype_bytes(p.kv.dtype));
+  if (row_bytes > kMost) return fmt::format("kv.row_stride of {} bytes: takes less than 2^32", row_bytes);
+  return "";
+}
+
 const MemorySpace& CudaBackend::space() const { return cuda_memory(); }
 
 Support CudaBackend::available() const {

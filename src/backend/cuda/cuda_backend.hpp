@@ -56,6 +56,8 @@ class CudaBackend : public Backend {
 Support supports_ladder_shape(const VerifyProblem& problem);
 // Reads of `bytes` bytes at a time need aligned rows: "" or what stands in the way.
 std::string why_not_aligned(const VerifyProblem& problem, int bytes);
+// For kernels that keep pool rows and the bytes between them in 32 bits each: "" or what stands in the way.
+std::string why_pool_too_large(const VerifyProblem& problem);
 // For kernels that keep every score of a row in shared memory.
 Support supports_kv_len(int64_t bound, int64_t most);
 // Most cached rows that a request can have, by max_kv_len or the page table.
