@@ -258,10 +258,15 @@ std::vector<float> Instance::out() const {
   return out;
 }
 
-Comparison Instance::judge() const {
-  const Precision precision = form_.out_dtype == DType::kF32    ? Precision::kF32
-                              : form_.out_dtype == DType::kBF16 ? Precision::kBF16
-                                                                : Precision::kF16;
+Precision precision_of(DType dtype) {
+  return dtype == DType::kF32 ? Precision::kF32 : dtype == DType::kF16 ? Precision::kF16 : Precision::kBF16;
+}
+
+Comparison Instance::judge(Precision arithmetic) const {
+  // The looser of what was computed with and what was rounded to.
+  const Precision rounded = precision_of(form_.out_dtype);
+  const Precision precision =
+      arithmetic == Precision::kBF16 || rounded == Precision::kF32 ? arithmetic : rounded;
   return compare(problem_.shape, problem_.q.total_q, out().data(), case_.expected_out(), lse_.data(),
                  case_.expected_lse(), precision);
 }
