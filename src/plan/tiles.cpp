@@ -80,7 +80,7 @@ std::vector<KernelModel> kernel_models(const DeviceModel& device, const MlaShape
       WarpPerKey::smem_bytes(shape.d_v, shape.d_rope, vector_width));
   const Fp32Tile* tiled =
       choose_fp32_tile(shape.d_v, requests, rows, keys, device.num_sms, device.smem_per_block_bytes);
-  if (tiled && kv_dtype != DType::kF8E4M3) {
+  if (tiled && !is_fp8(kv_dtype)) {
     const std::string instance =
         "cuda_fp32_tiled " + std::to_string(tiled->rows()) + "x" + std::to_string(tiled->keys);
     const int registers = registers_of(instance, device, shape, DType::kF32);

@@ -161,6 +161,7 @@ Support CudaBackend::supports(const VerifyProblem& p) const {
   if (p.b >= kMaxRequests)
     return Support::no(fmt::format("b = {}: takes up to {} requests", p.b, kMaxRequests - 1));
   if (p.kv.dtype == DType::kF8E4M3) return Support::no("e4m3 caches: takes fp32, bf16, fp16");
+  if (p.kv.dtype == DType::kF8E4M3Packed) return Support::no("e4m3_packed caches: takes fp32, bf16, fp16");
   if (needs_bits(p) && p.q.total_q * 4 * words_per_row(q_len_bound(p)) > kMaxBitsBytes)
     return Support::no(fmt::format(
         "parents of {} nodes with max_q_len = {}: their ancestor bits need over {} bytes; give max_q_len",
