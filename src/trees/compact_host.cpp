@@ -21,7 +21,7 @@ void compact_on_host(const CompactProblem& p, const CompactOutput& out) {
   std::vector<Move> moves;
   std::vector<std::vector<int64_t>> freed(static_cast<std::size_t>(p.b));
   for (int r = 0; r < p.b; ++r) {
-    FaultWord fault;
+    FaultWord fault{};
     const CompactRequest c = read_compact_request(p, r, fault);
     throw_if_fault(fault);
     for (int j = 0; j < c.num_kept; ++j) {

@@ -157,7 +157,7 @@ TREEMLA_HD inline int64_t fixed_log(uint64_t total) {
 
 // A row's weights are summed over chunks of this many tokens, each relative to its own largest score, so that one pass over
 // the row is enough; the chunks are then brought to the row's.
-constexpr int kScoreChunk = 16384;
+constexpr int kScoreChunk = 8192;
 
 // total * 2^-40 * exp_weight(chunk_max - row_max).
 TREEMLA_HD inline uint64_t rescale_weight(uint64_t total, float chunk_max, float row_max) {

@@ -32,8 +32,9 @@ enum class TreeFault : int {
   kLayerPointer = 21,  // misaligned or null; position: layer
 };
 
+// Zero is no fault: FaultWord{}. (No initialiser, so that it may lie in a GPU's shared memory.)
 struct FaultWord {
-  uint64_t word = 0;
+  uint64_t word;
   TREEMLA_HD explicit operator bool() const { return word != 0; }
 };
 
