@@ -19,7 +19,7 @@ import unittest
 TREEMLA = os.path.abspath(os.environ.get("TREEMLA", "build/treemla"))
 CASES = os.path.abspath(os.environ.get("TREEMLA_CASES", "cases"))
 SMALL_CASE = os.path.join(CASES, "h8_p0_b8.kdtr")
-COMMANDS = ("verify", "gen", "bench", "plan", "info")
+COMMANDS = ("verify", "gen", "tree", "step", "bench", "plan", "info")
 TIMEOUT = 300  # a hang fails instead of blocking the whole test run
 
 
@@ -104,7 +104,7 @@ class Usage(CliTest):
         self.assertRegex(self.run_ok("--version"), r"\Atreemla \d+\.\d+\.\d+\n\Z")
 
     def test_wrong_commands(self):
-        self.assert_refused(treemla(), "command is missing", "verify, gen, bench, plan, info")
+        self.assert_refused(treemla(), "command is missing", "verify, gen, tree, step, bench, plan, info")
         self.assert_refused(treemla("frobnicate"), "frobnicate: there is no such command", "verify, gen")
         self.assert_refused(treemla("--frobnicate"), "--frobnicate")
         self.assert_refused(treemla("verify"), "files", "treemla verify --help")
