@@ -57,7 +57,7 @@ struct BuildProblem {
 
   // kDdtree
   int num_depths = 0;  // L, 1..kMaxTreeDepths: row r * L + d scores the tokens at depth d + 1 of request r
-  ScoreView scores;    // [b, num_depths, vocab]
+  ScoreView scores{};  // [b, num_depths, vocab]
 
   // kCandidates: [b, num_candidates] each; a candidate's parent comes before it, -1 is the root. NaN is a fault
   int num_candidates = 0;  // 1..kMaxTreeCandidates
@@ -99,7 +99,7 @@ struct BeamProblem {
   int b = 0;
   int rows = 0;      // nodes in the beam: 1 at the root, then top_k. 1..kMaxBeamWidth
   int top_k = 0;     // 1..kMaxBeamWidth
-  ScoreView scores;  // [b, rows, vocab]
+  ScoreView scores{};  // [b, rows, vocab]
   // [b, rows] log-probability of the path to each node, or null: 0. NaN is a fault
   const float* row_log_probs = nullptr;
   Memory memory = Memory::kHost;

@@ -30,7 +30,7 @@ struct CompactProblem {
   int64_t row_stride_bytes = 0;  // bytes between rows; 0 means row_bytes
   int64_t num_pages = 0;         // in each layer
   int page_size = 1;             // tokens a page: a page is page_size * row_stride_bytes bytes
-  PageTable pages;               // the same for all layers: see problem.hpp
+  PageTable pages{};             // the same for all layers: see problem.hpp
 
   const int32_t* q_indptr = nullptr;  // [b + 1]
   int64_t total_q = 0;                // q_indptr[b], or more: padding
