@@ -97,8 +97,8 @@ std::size_t build_workspace_bytes(const BuildProblem& problem);
 // the beam goes on. Equal scores go by token id, then by index.
 struct BeamProblem {
   int b = 0;
-  int rows = 0;      // nodes in the beam: 1 at the root, then top_k. 1..kMaxBeamWidth
-  int top_k = 0;     // 1..kMaxBeamWidth
+  int rows = 0;        // nodes in the beam: 1 at the root, then top_k. 1..kMaxBeamWidth
+  int top_k = 0;       // 1..kMaxBeamWidth
   ScoreView scores{};  // [b, rows, vocab]
   // [b, rows] log-probability of the path to each node, or null: 0. NaN is a fault
   const float* row_log_probs = nullptr;
