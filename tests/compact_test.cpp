@@ -221,7 +221,7 @@ TEST(Compact, HostileInput) {
   EXPECT_THAT(error_with([](C& c, P&) {
                 for (auto& e : c.entries) e = 2147480000;
               }),
-              HasSubstr("pages.entries: entry"));
+              HasSubstr("pages.entries: page entry"));
   EXPECT_THAT(error_with([](C& c, P&) { c.q_indptr[1] = -1; }), HasSubstr("q_indptr[1]"));
   EXPECT_THAT(error_with([](C&, P& p) { p.pool = nullptr; }), HasSubstr("layers and pool are null"));
   EXPECT_THAT(error_with([](C&, P& p) { p.row_bytes = 0; }), HasSubstr("row_bytes = 0"));

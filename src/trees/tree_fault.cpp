@@ -55,7 +55,7 @@ void throw_if_fault(FaultWord fault) {
     case TreeFault::kPageTable:
       fail("pages", "the page table of request {} is too short for kv_len {}, or passes num_entries", r, at);
     case TreeFault::kPageEntry:
-      fail("pages.entries", "entry {} of request {} is outside [0, num_pages)", at, r);
+      fail("pages.entries", "page entry {} of request {} (pages.entries) is outside [0, num_pages)", at, r);
     case TreeFault::kAcceptIndex:
       fail("accept_index",
            "accept_index[{}, {}] must be a row of request {}: its root at first, then ever later ones", r, at,

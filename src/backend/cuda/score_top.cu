@@ -24,6 +24,14 @@ static_assert(kMaxTreeBudget <= kMostPassed && kMaxBeamWidth <= kMostPassed && k
 __device__ float widen(float x) { return x; }
 __device__ float widen(uint16_t x) { return __uint_as_float(static_cast<uint32_t>(x) << 16); }
 
+// Element j of a load of 16 bytes.
+template <class T>
+__device__ float element(const uint4& load, int j) {
+  const uint32_t words[4] = {load.x, load.y, load.z, load.w};
+  if constexpr (sizeof(T) == 4) return __uint_as_float(words[j]);
+  return __uint_as_float(j % 2 == 0 ? words[j / 2] << 16 : words[j / 2] & 0xFFFF0000u);
+}
+
 template <class T>
 constexpr int kVector = 16 / static_cast<int>(sizeof(T));  // elements a load
 
@@ -43,10 +51,9 @@ __device__ void load_chunk(const T* chunk, int count, uint32_t (&order)[kPerThre
 #pragma unroll
     for (int i = 0; i < kPerThread / v; ++i) {
       const uint4 raw = __ldg(reinterpret_cast<const uint4*>(chunk) + i * kThreads + threadIdx.x);
-      const T* parts = reinterpret_cast<const T*>(&raw);
 #pragma unroll
       for (int j = 0; j < v; ++j) {
-        const float x = widen(parts[j]);
+        const float x = element<T>(raw, j);
         if (!(x < INFINITY)) fault = x != x ? TreeFault::kScoreNaN : TreeFault::kScoreInfinite;
         order[i * v + j] = order_of(x);
       }

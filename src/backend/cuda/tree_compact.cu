@@ -123,6 +123,7 @@ __global__ void __launch_bounds__(kThreads)
   if (faulty) c.num_kept = 0;
   if (blockIdx.x == 0) {
     write_lengths(p, out, c, r);
+    __syncthreads();  // everyone knows whether the request itself is at fault
     for (int layer = threadIdx.x; layer < p.num_layers; layer += kThreads)
       if (!is_usable<Unit>(layer_base(p, layer)))
         report(shared, make_fault(TreeFault::kLayerPointer, r, layer));
