@@ -17,6 +17,7 @@ namespace treemla {
 struct TreeRun {
   void* stream = nullptr;  // cudaStream_t; null is the default stream. Ignored on the host
   // Device memory of at least the step's *_workspace_bytes(), aligned to 256 bytes; null on the host. Contents need no set-up.
+  // Ask for the bytes before capturing a graph: this also loads the step's kernels onto the device, which a capture may not.
   // It may be shared by steps of one stream.
   void* workspace = nullptr;
   std::size_t workspace_bytes = 0;

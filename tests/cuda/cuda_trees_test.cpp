@@ -485,25 +485,30 @@ struct AcceptBatch {
   }
 };
 
-TEST(GpuAccept, EqualsTheHost) {
+struct AcceptCase {
+  int b, most_nodes, vocab;
+};
+void PrintTo(const AcceptCase& c, std::ostream* out) {
+  *out << "b " << c.b << ", up to " << c.most_nodes << " nodes, V " << c.vocab;
+}
+class GpuAcceptSizes : public testing::TestWithParam<AcceptCase> {};
+INSTANTIATE_TEST_SUITE_P(Cases, GpuAcceptSizes,
+                         testing::Values(AcceptCase{1, 6, 10}, AcceptCase{64, 33, 40},
+                                         AcceptCase{3000, 12, 9}, AcceptCase{7, 1025, 50},
+                                         AcceptCase{2, 1500, 5}, AcceptCase{16, 20, 5000},
+                                         AcceptCase{2, 9, 163840}));
+
+TEST_P(GpuAcceptSizes, EqualsTheHost) {
   SKIP_WITHOUT_GPU();
-  struct Size {
-    int b, most_nodes, vocab;
-    bool small_alphabet;
-  };
-  for (const Size& s :
-       {Size{1, 6, 10, true}, Size{64, 33, 40, true}, Size{3000, 12, 9, true}, Size{7, 1025, 50, true},
-        Size{2, 1500, 5, true}, Size{16, 20, 5000, true}, Size{2, 9, 163840, true}}) {
-    SCOPED_TRACE(testing::Message() << "b " << s.b << ", nodes " << s.most_nodes << ", V " << s.vocab);
-    const AcceptBatch batch(s.b, s.most_nodes, s.vocab, 17, s.small_alphabet);
-    for (const bool links : {true, false}) {
-      batch.expect_same(AcceptMethod::kGreedy, links, false, false, false, 9);
-      batch.expect_same(AcceptMethod::kGreedy, links, true, links, false, 1 + 3 * links);
-      for (const AcceptMethod method :
-           {AcceptMethod::kDeterministic, AcceptMethod::kIndependent, AcceptMethod::kWithoutReplacement}) {
-        batch.expect_same(method, links, true, !links, false, 9);
-        batch.expect_same(method, links, true, links, true, 3);
-      }
+  const AcceptCase& c = GetParam();
+  const AcceptBatch batch(c.b, c.most_nodes, c.vocab, 17, true);
+  for (const bool links : {true, false}) {
+    batch.expect_same(AcceptMethod::kGreedy, links, false, false, false, 9);
+    batch.expect_same(AcceptMethod::kGreedy, links, true, links, false, 1 + 3 * links);
+    for (const AcceptMethod method :
+         {AcceptMethod::kDeterministic, AcceptMethod::kIndependent, AcceptMethod::kWithoutReplacement}) {
+      batch.expect_same(method, links, true, !links, false, 9);
+      batch.expect_same(method, links, true, links, true, 3);
     }
   }
 }
