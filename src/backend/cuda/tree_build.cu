@@ -237,8 +237,6 @@ constexpr std::size_t ddtree_bytes(int q_len, std::size_t table_bytes) {
 constexpr std::size_t kMostDdtreeBytes = ddtree_bytes(kMostNodes, kTableBytes);
 constexpr std::size_t kMostCandidateBytes = tree_bytes(kMostNodes) + 8 * kMaxTreeCandidates;
 static_assert(kMostDdtreeBytes <= 96 * 1024 && kMostCandidateBytes <= 96 * 1024);
-static_assert(tree_bytes(kMostNodes) <= 48 * 1024,
-              "given_tree_kernel asks for no more than every kernel may have");
 
 __global__ void __launch_bounds__(kThreads)
     ddtree_kernel(const __grid_constant__ BuildProblem p, const __grid_constant__ TreeOutput out,
@@ -481,7 +479,7 @@ std::size_t device_build_bytes(const BuildProblem& p) {
       break;
     case BuildMethod::kChain:
     case BuildMethod::kParents:
-      load_tree_kernel(given_tree_kernel);
+      load_tree_kernel(given_tree_kernel, tree_bytes(kMostNodes));
       break;
   }
   return workspace.bytes();
