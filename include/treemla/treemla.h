@@ -276,6 +276,214 @@ treemla_status treemla_parents_from_links(const int32_t* next_token, const int32
 treemla_status treemla_batch_bits_from_parents(const int32_t* parents, const int32_t* q_indptr, int32_t b,
                                                int32_t words, uint32_t* bits) TREEMLA_NOEXCEPT;
 
+/* ---- the steps around verification: build, accept, compact ---------------------------------------------- */
+
+/* Each step takes a batch whose arrays all live in one memory. On the host it is synchronous and any fault in the
+ * contents (a malformed tree, NaN, a broken page table) is an error. On a device it enqueues kernels on `stream`,
+ * reads nothing back and may be captured into a graph that serves every later content; ask for its workspace before
+ * capturing, which also loads its kernels. A request with a fault then comes out inert, and treemla_check_tree_run
+ * says which and why. build.hpp, accept.hpp and compact.hpp have the definitions, docs/TREES.md the pictures. */
+typedef struct treemla_tree_run {
+  size_t size;            /* sizeof(treemla_tree_run), set by treemla_tree_run_init */
+  void* stream;           /* cudaStream_t; null (initial) is the default stream */
+  void* workspace;        /* device memory, aligned to 256 bytes; null (initial) on the host */
+  size_t workspace_bytes; /* at least what the step's *_workspace_bytes says */
+} treemla_tree_run;
+
+/* Waits for the stream and fails with the first fault that the last step of `b` requests found. */
+treemla_status treemla_check_tree_run(const treemla_tree_run* run, int32_t b) TREEMLA_NOEXCEPT;
+
+typedef enum treemla_build_method {
+  TREEMLA_BUILD_DDTREE = 0, /* best-first over per-depth scores (DDTree, arXiv 2604.12989) */
+  TREEMLA_BUILD_CANDIDATES =
+      1,                   /* global top `budget` of a beam search's candidates (EAGLE-2, arXiv 2406.16858) */
+  TREEMLA_BUILD_CHAIN = 2, /* drafted tokens in a row; a negative one ends it */
+  TREEMLA_BUILD_PARENTS = 3 /* a tree of the caller's, checked */
+} treemla_build_method;
+
+/* Trees of q_len = budget + 1 nodes. Node 0 is the root; what a drafter doesn't fill is padding below the root. */
+typedef struct treemla_build {
+  size_t size;                /* sizeof(treemla_build), set by treemla_build_init */
+  int32_t method;             /* treemla_build_method, DDTREE initially */
+  int32_t b;                  /* requests */
+  int32_t budget;             /* draft nodes besides the root, 1..1024 */
+  int32_t pad_token;          /* of padding nodes; -1 (initial) is never accepted */
+  const int32_t* root_tokens; /* [b] or null: -1 */
+  const int32_t* prefix_len;  /* [b] cached tokens before the tree, or null: 0 */
+
+  /* DDTREE: scores of depth d + 1 of request r in row r * num_depths + d. -inf is a token of probability 0. */
+  const void* scores;    /* [b, num_depths, vocab] */
+  int64_t scores_stride; /* elements between rows; 0 (initial) means vocab */
+  int32_t num_depths;    /* 1..64 */
+  int32_t vocab;         /* 1..2^22 */
+  int32_t scores_dtype;  /* treemla_dtype: F32 (initial) or BF16 */
+  int32_t are_log_probs; /* 0 (initial): logits */
+
+  /* CANDIDATES: [b, num_candidates] each; parents come before children, -1 is the root. */
+  const int32_t* candidate_tokens;
+  const int32_t* candidate_parents;
+  const float* candidate_log_probs; /* of the whole path */
+  int32_t num_candidates;           /* 1..4096 */
+
+  int32_t memory;         /* treemla_memory of every pointer and of the output; HOST initially */
+  const int32_t* tokens;  /* CHAIN: [b, budget]; PARENTS: [b, budget + 1] or null: -1 */
+  const int32_t* parents; /* PARENTS: [b, budget + 1] */
+} treemla_build;
+
+/* Any pointer may be null (initially all are). Row r * q_len + i is node i of request r. */
+typedef struct treemla_tree_output {
+  size_t size;                    /* sizeof(treemla_tree_output), set by treemla_tree_output_init */
+  int32_t* token_ids;             /* [b, q_len] */
+  int32_t* parents;               /* [b, q_len], -1 for the root */
+  int32_t* depth;                 /* [b, q_len] steps to the root */
+  int32_t* positions;             /* [b, q_len] prefix_len + depth */
+  uint32_t* ancestor_bits;        /* [b, q_len, words_per_row] */
+  int32_t* retrieve_next_token;   /* [b, q_len] first child, -1 for a leaf */
+  int32_t* retrieve_next_sibling; /* [b, q_len] next child of the same parent, -1 for the last */
+  float* log_probs;               /* [b, q_len] of the path; -inf for padding */
+  int32_t* num_nodes;             /* [b] nodes that are no padding, root included */
+  int32_t words_per_row;          /* >= treemla_words_per_row(q_len) with ancestor_bits */
+  int32_t reserved;               /* 0 */
+} treemla_tree_output;
+
+/* `run` may be null for host problems, here and below. */
+treemla_status treemla_build_tree(const treemla_build* build, const treemla_tree_output* output,
+                                  const treemla_tree_run* run) TREEMLA_NOEXCEPT;
+treemla_status treemla_build_workspace_bytes(const treemla_build* build, size_t* bytes) TREEMLA_NOEXCEPT;
+
+/* One depth of a beam search: of each of `rows` nodes its top_k continuations, and of all these the top_k next. */
+typedef struct treemla_beam {
+  size_t size;                /* sizeof(treemla_beam), set by treemla_beam_init */
+  int32_t b;                  /* requests */
+  int32_t rows;               /* nodes in the beam, 1..64 */
+  int32_t top_k;              /* 1..64 */
+  int32_t vocab;              /* 1..2^22 */
+  const void* scores;         /* [b, rows, vocab] */
+  int64_t scores_stride;      /* elements between rows; 0 (initial) means vocab */
+  int32_t scores_dtype;       /* treemla_dtype: F32 (initial) or BF16 */
+  int32_t are_log_probs;      /* 0 (initial): logits */
+  const float* row_log_probs; /* [b, rows] of the path to each node, or null: 0 */
+  int32_t memory;             /* treemla_memory, HOST initially */
+  int32_t reserved;           /* 0 */
+} treemla_beam;
+
+typedef struct treemla_beam_output {
+  size_t size;        /* sizeof(treemla_beam_output), set by treemla_beam_output_init */
+  int32_t* token_ids; /* [b, rows, top_k] best first within a row; -1 where there are fewer */
+  float* log_probs;   /* [b, rows, top_k] of the path; -inf where there are fewer */
+  int32_t* beam;      /* [b, top_k] indices into the rows * top_k continuations, best first, or null */
+} treemla_beam_output;
+
+treemla_status treemla_expand_beam(const treemla_beam* beam, const treemla_beam_output* output,
+                                   const treemla_tree_run* run) TREEMLA_NOEXCEPT;
+treemla_status treemla_beam_workspace_bytes(const treemla_beam* beam, size_t* bytes) TREEMLA_NOEXCEPT;
+
+typedef enum treemla_accept_method {
+  TREEMLA_ACCEPT_GREEDY = 0,             /* the target's argmax */
+  TREEMLA_ACCEPT_DETERMINISTIC = 1,      /* lossless, children without a draft distribution */
+  TREEMLA_ACCEPT_INDEPENDENT = 2,        /* lossless, children drawn i.i.d. (SpecInfer, arXiv 2305.09781) */
+  TREEMLA_ACCEPT_WITHOUT_REPLACEMENT = 3 /* lossless, drawn without replacement (Sequoia, arXiv 2402.12374) */
+} treemla_accept_method;
+
+/* From the root down, while drafted tokens are what the target emits: see accept.hpp. */
+typedef struct treemla_accept {
+  size_t size;              /* sizeof(treemla_accept), set by treemla_accept_init */
+  int32_t method;           /* treemla_accept_method, GREEDY initially */
+  int32_t b;                /* requests */
+  int64_t total_q;          /* rows of all arrays below */
+  const int32_t* q_indptr;  /* [b + 1]; rows past q_indptr[b] are padding */
+  const int32_t* token_ids; /* [total_q] */
+
+  /* Links, or parents; links win. */
+  const int32_t* retrieve_next_token;   /* [total_q] */
+  const int32_t* retrieve_next_sibling; /* [total_q] */
+  const int32_t* parents;               /* [total_q] */
+
+  const int32_t* target_argmax; /* [total_q] GREEDY: this, or logits */
+  const void* logits;           /* [total_q, vocab] of the target */
+  int64_t logits_stride;        /* elements between rows; 0 (initial) means vocab */
+  int32_t logits_dtype;         /* treemla_dtype: F32 (initial) or BF16 */
+  int32_t vocab;                /* 1..2^22 */
+  const float* draft_probs;     /* [total_q, vocab]: row i is what the children of node i were drawn from */
+
+  /* [b] each, or null for none. */
+  const float* temperature; /* 0: the argmax alone */
+  const int32_t* top_k;     /* 0 or less: all */
+  const float* top_p;       /* 1 or more: all */
+  const uint64_t* seeds;    /* of Philox; null: 0 */
+  const uint64_t* offsets;  /* never the same twice for a seed; null: 0 */
+
+  /* Coins in [0, 1) in place of Philox; both or none. */
+  const float* coins;       /* [total_q] judging node i */
+  const float* final_coins; /* [b] drawing the bonus token */
+  int32_t memory;           /* treemla_memory of every pointer and of the output; HOST initially */
+  int32_t reserved;         /* 0 */
+} treemla_accept;
+
+typedef struct treemla_accept_output {
+  size_t size;           /* sizeof(treemla_accept_output), set by treemla_accept_output_init */
+  int32_t* accept_index; /* [b, path_stride] the path as rows q_indptr[r] + node, root first, then -1 */
+  int32_t* num_accepted; /* [b] nodes of the path besides the root; -1 after a fault */
+  int32_t* bonus_token;  /* [b] emitted after the path, the next root; or null */
+  int32_t* predicts;     /* [total_q] token emitted after node i if i is on the path, else -1; or null */
+  int32_t path_stride;   /* >= 1 */
+  int32_t reserved;      /* 0 */
+} treemla_accept_output;
+
+treemla_status treemla_accept_path(const treemla_accept* accept, const treemla_accept_output* output,
+                                   const treemla_tree_run* run) TREEMLA_NOEXCEPT;
+treemla_status treemla_accept_workspace_bytes(const treemla_accept* accept, size_t* bytes) TREEMLA_NOEXCEPT;
+
+/* Moves the accepted rows of every layer to consecutive places behind the prefix, in place: see compact.hpp. */
+typedef struct treemla_compact {
+  size_t size;         /* sizeof(treemla_compact), set by treemla_compact_init */
+  int32_t b;           /* requests */
+  int32_t num_layers;  /* 1 initially */
+  void* const* layers; /* [num_layers] base pointers, or null: pool */
+  void* pool;          /* layers layer_stride_bytes apart */
+  int64_t layer_stride_bytes;
+  int64_t row_bytes;        /* of a cached row, all of them opaque */
+  int64_t row_stride_bytes; /* 0 (initial) means row_bytes */
+  int64_t num_pages;        /* in each layer */
+  const void* page_entries; /* the page table, as in treemla_problem */
+  int64_t num_page_entries;
+  const int32_t* page_indptr;
+  int64_t page_stride;
+  int32_t page_index_type;     /* treemla_index_type, I32 initially */
+  int32_t page_size;           /* tokens a page, 1 initially */
+  const int32_t* q_indptr;     /* [b + 1] */
+  int64_t total_q;             /* q_indptr[b], or more */
+  const int32_t* kv_len;       /* [b] tree rows included; 0 makes a request inert */
+  const int32_t* accept_index; /* [b, path_stride], as treemla_accept_path writes it */
+  const int32_t* num_accepted; /* [b]; negative makes a request inert */
+  int32_t path_stride;
+  int32_t memory; /* treemla_memory of every pointer and of the output; HOST initially */
+} treemla_compact;
+
+/* Any pointer may be null. */
+typedef struct treemla_compact_output {
+  size_t size;          /* sizeof(treemla_compact_output), set by treemla_compact_output_init */
+  int32_t* kv_len;      /* [b] afterwards; not the input array */
+  int64_t* freed_pages; /* [total_q] pages that hold no row any more, from element q_indptr[r] on */
+  int32_t* num_freed;   /* [b] */
+} treemla_compact_output;
+
+treemla_status treemla_compact_cache(const treemla_compact* compact, const treemla_compact_output* output,
+                                     const treemla_tree_run* run) TREEMLA_NOEXCEPT;
+treemla_status treemla_compact_workspace_bytes(const treemla_compact* compact,
+                                               size_t* bytes) TREEMLA_NOEXCEPT;
+
+/* Initial values: 0 or null where the field says nothing else. */
+void treemla_tree_run_init(treemla_tree_run* run, size_t size) TREEMLA_NOEXCEPT;
+void treemla_build_init(treemla_build* build, size_t size) TREEMLA_NOEXCEPT;
+void treemla_tree_output_init(treemla_tree_output* output, size_t size) TREEMLA_NOEXCEPT;
+void treemla_beam_init(treemla_beam* beam, size_t size) TREEMLA_NOEXCEPT;
+void treemla_beam_output_init(treemla_beam_output* output, size_t size) TREEMLA_NOEXCEPT;
+void treemla_accept_init(treemla_accept* accept, size_t size) TREEMLA_NOEXCEPT;
+void treemla_accept_output_init(treemla_accept_output* output, size_t size) TREEMLA_NOEXCEPT;
+void treemla_compact_init(treemla_compact* compact, size_t size) TREEMLA_NOEXCEPT;
+void treemla_compact_output_init(treemla_compact_output* output, size_t size) TREEMLA_NOEXCEPT;
+
 /* ---- case files ---------------------------------------------------------------------------------------- */
 
 /* A recorded call with its expected result (.kdtr, a safetensors file). */

@@ -1,21 +1,18 @@
-// The C ABI over the C++ API. No exception crosses it: every body that can throw runs inside guarded().
+// The C ABI over the C++ API, but for the tree steps: those are in c_api_trees.cpp.
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
-#include <exception>
 #include <limits>
 #include <memory>
-#include <new>
 #include <span>
 #include <string>
 #include <string_view>
-#include <type_traits>
-#include <utility>
 #include <vector>
 
+#include "api/c_abi.hpp"
 #include "treemla/case_file.hpp"
 #include "treemla/error.hpp"
 #include "treemla/problem.hpp"
@@ -25,6 +22,7 @@
 #include "treemla/version.hpp"
 
 using namespace treemla;
+using namespace treemla::c_abi;
 
 // The enums of both worlds are cast into each other.
 static_assert(static_cast<int>(ErrorCode::kInvalidArgument) == TREEMLA_INVALID_ARGUMENT);
@@ -73,85 +71,16 @@ void store(char (&to)[N], std::string_view text) noexcept {
   to[n] = '\0';
 }
 
-treemla_status record(ErrorCode code, std::string_view argument, std::string_view message) noexcept {
+}  // namespace
+
+treemla_status treemla::c_abi::record(ErrorCode code, std::string_view argument,
+                                      std::string_view message) noexcept {
   store(last_error.message, message);
   store(last_error.argument, argument);
   return static_cast<treemla_status>(code);
 }
 
-template <typename F>
-treemla_status guarded(F&& body) noexcept {
-  try {
-    body();
-    return TREEMLA_OK;
-  } catch (const Error& e) {
-    return record(e.code(), e.argument(), e.what());
-  } catch (const std::bad_alloc&) {
-    return record(ErrorCode::kOutOfMemory, "", "out of memory");
-  } catch (const std::exception& e) {
-    return record(ErrorCode::kInternal, "", e.what());
-  } catch (...) {
-    return record(ErrorCode::kInternal, "", "an exception of unknown type");
-  }
-}
-
-template <typename... Args>
-[[noreturn]] void fail(const char* argument, fmt::format_string<Args...> format, Args&&... args) {
-  throw Error(ErrorCode::kInvalidArgument, argument, fmt::format(format, std::forward<Args>(args)...));
-}
-
-void check_not_null(const char* argument, const void* pointer) {
-  if (!pointer) fail(argument, "{} is null", argument);
-}
-
-// ---- structs that grow: `size` is the first field, new fields come at the end ----
-
-// Where a struct of another version differs in size from ours, by this much at most: past it `size` was never
-// set.
-constexpr std::size_t kMaxGrowth = 4096;
-
-template <typename T>
-void check_size(const char* argument, const T* s) {
-  static_assert(std::is_trivially_copyable_v<T> && offsetof(T, size) == 0);
-  check_not_null(argument, s);
-  // The first version of each struct is the current one. When one grows, its first size stays the lower
-  // limit.
-  if (s->size < sizeof(T) || s->size > sizeof(T) + kMaxGrowth) {
-    fail(argument,
-         "{}.size = {} must be sizeof the struct ({} in this library): start from its _init function",
-         argument, s->size, sizeof(T));
-  }
-}
-
-// The caller's struct as this library knows it. A newer caller may set fields that are unknown here only to
-// 0.
-template <typename T>
-T read_struct(const char* argument, const T* s) {
-  check_size(argument, s);
-  const auto* bytes = reinterpret_cast<const unsigned char*>(s);
-  if (std::any_of(bytes + sizeof(T), bytes + s->size, [](unsigned char x) { return x != 0; })) {
-    fail(argument, "{} has fields set past its first {} bytes, which version {} of the library does not know",
-         argument, sizeof(T), version());
-  }
-  return *s;
-}
-
-// Writes the first size bytes of `value`, and zeros where the caller's struct is longer.
-template <typename T>
-void write_struct(T* to, std::size_t size, T value) noexcept {
-  value.size = size;
-  std::memset(static_cast<void*>(to), 0, size);
-  std::memcpy(static_cast<void*>(to), &value, std::min(size, sizeof(T)));
-}
-
-template <typename T>
-void init_struct(T* to, std::size_t size, const T& value) noexcept {
-  if (to && size >= sizeof(to->size)) write_struct(to, size, value);
-}
-
-void check_reserved(const char* argument, int32_t reserved) {
-  if (reserved != 0) fail(argument, "{}.reserved = {} must be 0", argument, reserved);
-}
+namespace {
 
 VerifyProblem to_cpp(const treemla_problem* problem) {
   const treemla_problem c = read_struct("problem", problem);

@@ -15,11 +15,12 @@ import struct
 import subprocess
 import tempfile
 import unittest
+import xml.dom.minidom
 
 TREEMLA = os.path.abspath(os.environ.get("TREEMLA", "build/treemla"))
 CASES = os.path.abspath(os.environ.get("TREEMLA_CASES", "cases"))
 SMALL_CASE = os.path.join(CASES, "h8_p0_b8.kdtr")
-COMMANDS = ("verify", "gen", "bench", "plan", "info")
+COMMANDS = ("verify", "gen", "tree", "step", "bench", "plan", "info")
 TIMEOUT = 300  # a hang fails instead of blocking the whole test run
 
 
@@ -80,6 +81,74 @@ class CliTest(unittest.TestCase):
         return path
 
 
+class Trees(CliTest):
+    def scores(self, name, tensor, dtype, shape, values):
+        """A safetensors file with one tensor."""
+        fmt = {"F32": "f", "BF16": "H", "F16": "H"}[dtype]
+        data = struct.pack(f"<{len(values)}{fmt}", *values)
+        path = self.path(name)
+        write_safetensors(path, {tensor: {"dtype": dtype, "shape": shape, "data_offsets": [0, len(data)]}}, data)
+        return path
+
+    def test_a_tree_in_every_format(self):
+        tree = "tree --parents -1,0,1,0,1 --path 0,1,4"
+        text = self.run_ok(tree)
+        self.assertEqual(text.splitlines()[1:], ["0  *", "|- 1  *", "|  |- 2", "|  `- 4  *", "`- 3"])
+        mask = self.run_ok(tree + " --format mask")
+        self.assertEqual([line.split()[1] for line in mask.splitlines()[1:]], ["#....", "##...", "###..", "#..#.", "##..#"])
+        dot = self.run_ok(tree + " --format dot")
+        self.assertIn("n1 -> n4 [penwidth=3];", dot)
+        svg = xml.dom.minidom.parseString(self.run_ok(tree + " --format svg"))
+        self.assertEqual(len(svg.getElementsByTagName("line")), 4)
+
+    def test_trees_of_cases_and_generated_ones(self):
+        self.assertIn("9 nodes", self.run_ok("tree", SMALL_CASE))
+        self.assertIn("12 nodes, 4 deep, at positions 300 to 304",
+                      self.run_ok("tree", os.path.join(CASES, "h20_ragged_b3.kdtr"), "--request", "1"))
+        self.assertIn("6 nodes, 5 deep", self.run_ok("tree --tree chain --budget 5"))
+
+    def test_a_tree_from_scores(self):
+        logits = [0, 1, 3, 0, 0, 3, 0, 2]
+        path = self.scores("logits.safetensors", "logits", "F32", [2, 4], logits)
+        lines = self.run_ok("tree", "--scores", path, "--budget", "3").splitlines()
+        self.assertEqual([re.sub(r",.*", "", line) for line in lines[1:]],
+                         ["0", "`- 1: token 2", "   |- 2: token 1", "   `- 3: token 3"])
+        eagle = self.run_ok("tree", "--scores", path, "--budget", "3", "--method", "eagle", "--top_k", "2")
+        self.assertEqual(sorted(re.findall(r"token \d", eagle)), ["token 1", "token 2", "token 3"])
+        batch = self.scores("batch.safetensors", "log_probs", "BF16", [2, 1, 2], [0x0000, 0xBF80, 0xBF80, 0x0000])
+        self.assertIn("1: token 1", self.run_ok("tree", "--scores", batch, "--request", "1", "--budget", "1"))
+
+    def test_bad_trees_and_scores(self):
+        self.assert_refused(treemla("tree --parents -1,0,5"), "parent of node 2")
+        self.assert_refused(treemla("tree --parents 0"), "node 0 is the root")
+        self.assert_refused(treemla("tree --parents -1,0 --path 2"), "--path 2: must be below 2")
+        self.assert_refused(treemla("tree", SMALL_CASE, "--request", "5"), "--request 5: must be below 1")
+        self.assert_refused(treemla("tree", SMALL_CASE, "--parents", "-1"), "--parents", "together")
+        nan = self.scores("nan.safetensors", "logits", "F32", [1, 2], [float("nan"), 1])
+        self.assert_refused(treemla("tree", "--scores", nan), "hold NaN")
+        for name, tensor, dtype, shape, count, words in [
+                ("name", "scores", "F32", [1, 2], 2, ("logits", "log_probs")),
+                ("dtype", "logits", "F16", [1, 2], 2, ("must be F32 or BF16",)),
+                ("rank", "logits", "F32", [4], 4, ("[L, V] or [b, L, V]",)),
+                ("deep", "logits", "F32", [65, 1], 65, ("L to 64",))]:
+            path = self.scores(name, tensor, dtype, shape, [0] * count)
+            self.assert_refused(treemla("tree", "--scores", path), *words)
+        self.assert_refused(treemla("tree", "--scores", self.path("missing")), "missing")
+
+    def test_a_step_on_every_recorded_case(self):
+        for name in sorted(os.listdir(CASES)):
+            for method in ("greedy", "sample"):
+                out = self.run_ok("step", os.path.join(CASES, name), "--method", method)
+                for stage in ("build", "verify", "accept", "compact", "checked"):
+                    self.assertRegex(out, rf"(?m)^{stage} ")
+                self.assertIn(" 0 are not where the next step looks for them", out)
+                self.assertEqual(out.split("verify", 1)[1].split("accept", 1)[1],
+                                 self.run_ok("step", os.path.join(CASES, name), "--method", method)
+                                 .split("verify", 1)[1].split("accept", 1)[1])
+        none = self.gen("--h_q 2 --prefix 20 --budget 3 --mask none")
+        self.assert_refused(treemla("step", none), "mask is none")
+
+
 class Usage(CliTest):
     def test_help_of_every_command(self):
         top = self.run_ok("--help")
@@ -104,7 +173,7 @@ class Usage(CliTest):
         self.assertRegex(self.run_ok("--version"), r"\Atreemla \d+\.\d+\.\d+\n\Z")
 
     def test_wrong_commands(self):
-        self.assert_refused(treemla(), "command is missing", "verify, gen, bench, plan, info")
+        self.assert_refused(treemla(), "command is missing", "verify, gen, tree, step, bench, plan, info")
         self.assert_refused(treemla("frobnicate"), "frobnicate: there is no such command", "verify, gen")
         self.assert_refused(treemla("--frobnicate"), "--frobnicate")
         self.assert_refused(treemla("verify"), "files", "treemla verify --help")

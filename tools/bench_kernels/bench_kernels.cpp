@@ -24,6 +24,7 @@
 #include "backend/backend.hpp"
 #include "backend/cuda/cuda_memory.hpp"
 #include "backend/cuda/device_properties.hpp"
+#include "block.hpp"
 #include "core/compare.hpp"
 #include "core/convert.hpp"
 #include "core/generate.hpp"
@@ -49,26 +50,6 @@ struct Options {
 
 constexpr double kSmScale = 0.1447;
 constexpr MlaShape kWidths{0, 512, 64};
-
-// Device memory that frees itself.
-class Block {
- public:
-  explicit Block(std::size_t bytes) : data_(cuda_memory().allocate(bytes)) {}
-  ~Block() { cuda_memory().release(data_); }
-  Block(const Block&) = delete;
-  Block& operator=(const Block&) = delete;
-  template <class T>
-  static std::unique_ptr<Block> of(const std::vector<T>& v) {
-    auto block = std::make_unique<Block>(v.size() * sizeof(T));
-    cuda_memory().upload(block->get(), v.data(), v.size() * sizeof(T), nullptr);
-    cuda_memory().synchronize(nullptr);
-    return block;
-  }
-  void* get() const { return data_; }
-
- private:
-  void* data_;
-};
 
 // One shape's problem on the device. The pool is shared by the rows of a prefix.
 struct Row {

@@ -17,6 +17,8 @@ using Run = std::function<int()>;
 
 Run add_verify(CLI::App& app);
 Run add_gen(CLI::App& app);
+Run add_tree_command(CLI::App& app);
+Run add_step(CLI::App& app);
 Run add_bench(CLI::App& app, const std::string& command_line);
 Run add_plan(CLI::App& app);
 Run add_info(CLI::App& app);

@@ -1,4 +1,5 @@
-// treemla: verify recorded cases, generate new ones, benchmark, and explain plans, from the command line.
+// treemla: verify recorded cases, generate new ones, show and build trees, walk through a step, benchmark, and explain plans,
+// from the command line.
 
 #include <fmt/format.h>
 
@@ -18,7 +19,7 @@
 namespace treemla::cli {
 namespace {
 
-constexpr std::string_view kCommands = "verify, gen, bench, plan, info";
+constexpr std::string_view kCommands = "verify, gen, tree, step, bench, plan, info";
 
 // Quoted where a shell would need it, so that the line in a record can be pasted.
 std::string command_line(int argc, char** argv) {
@@ -54,6 +55,8 @@ int run(int argc, char** argv) {
   std::vector<std::pair<std::string, Run>> commands;
   commands.emplace_back("verify", add_verify(app));
   commands.emplace_back("gen", add_gen(app));
+  commands.emplace_back("tree", add_tree_command(app));
+  commands.emplace_back("step", add_step(app));
   commands.emplace_back("bench", add_bench(app, command_line(argc, argv)));
   commands.emplace_back("plan", add_plan(app));
   commands.emplace_back("info", add_info(app));
