@@ -146,12 +146,16 @@ inline const Fp32Tile* choose_fp32_tile(int d_v, int64_t requests, int64_t rows,
   return best;
 }
 
+// How cuda_mma finds the cache: in 16 bits, as e4m3 with one scale, or as packed rows with a scale every 128 latents.
+enum class MmaCache { k16Bit, kE4M3, kPacked };
+
 // cuda_mma: row_tiles x 8 (node, head) rows against tiles of 16 keys, 8 warps in two groups. A row's bits don't depend on the tile.
 struct MmaTile {
   static constexpr int kThreads = 256;
   static constexpr int kKeys = 16;
   static constexpr int kRope = 64;  // rope columns that there is room for
   int d_v = 0;
+  MmaCache cache = MmaCache::k16Bit;
   int row_tiles = 0;  // of 8 rows; the first group has half of them, rounded up
   int stages = 3;     // of the ring of key tiles
   int q_steps[2] =
@@ -163,16 +167,26 @@ struct MmaTile {
   // 16 bytes past the row's own: 8 rows in a column then lie in different banks.
   constexpr int key_stride() const { return 2 * (d_v + kRope) + 16; }
   constexpr int stage_bytes() const { return kKeys * key_stride(); }
+  // FP8 rows are copied as they are, two tiles ahead, and widened into the ring.
+  static constexpr int kRawTiles = 2;
+  constexpr int raw_row_bytes() const {
+    if (cache == MmaCache::k16Bit) return 0;
+    return cache == MmaCache::kE4M3 ? d_v + kRope : d_v + 4 * (d_v / 128) + 2 * kRope;
+  }
+  constexpr int raw_bytes() const { return kRawTiles * kKeys * raw_row_bytes(); }
+  constexpr int scales_bytes() const { return cache == MmaCache::kPacked ? 16 * stages * kKeys : 0; }
   // Pieces of 16 columns of a quarter of a row.
   constexpr int steps() const { return d_v / 64 + kRope / 64; }
-  constexpr int shared_q_steps(int group) const { return q_steps[group]; }
   constexpr int q_bytes(int group) const { return (row_tiles + 1 - group) / 2 * 4 * 256 * q_steps[group]; }
   constexpr int parts_bytes() const { return row_tiles * 3 * 512; }
   static constexpr int kWeightStride = 2 * kKeys + 16;
+  // Weights times each of the four scales of a packed row.
+  constexpr int weight_copies() const { return cache == MmaCache::kPacked ? 4 : 1; }
   constexpr int weights_bytes() const { return rows() * kWeightStride; }
   constexpr int smem_bytes() const {
-    return round_up(stages * stage_bytes() + q_bytes(0) + q_bytes(1) + parts_bytes() + weights_bytes() +
-                        4 * rows() + 16 * stages + 4 * row_tiles,
+    return round_up(stages * stage_bytes() + raw_bytes() + scales_bytes() + q_bytes(0) + q_bytes(1) +
+                        parts_bytes() + weight_copies() * weights_bytes() + 4 * rows() + 16 * stages +
+                        4 * row_tiles,
                     16) +
            (row_tiles > 8 ? 512 : 0);
   }
@@ -185,29 +199,33 @@ struct MmaTile {
     t.keys_per_tile = kKeys;
     t.row_cost = 0;
     t.load_cost = tile_cost;
-    t.pair_cost = 300;
+    t.pair_cost = 500 + 70 * row_tiles;
     return t;
   }
 };
 
 // The compiled instances. Widest rows first: they make the most of each loaded key.
 inline constexpr MmaTile kMmaTiles[] = {
-    {512, 9, 3, {5, 0}, 1, 100},  // 72 rows: 8 heads x 9 nodes
-    {512, 8, 3, {2, 2}, 1, 90},   // 64 rows
-    {512, 4, 4, {0, 0}, 1, 60},   // 32 rows
-    {512, 2, 4, {0, 0}, 2, 60},   // 16 rows
-    {512, 1, 4, {0, 0}, 2, 50},   // 8 rows: a decoded token of a TP8 rank
-    {256, 8, 4, {0, 0}, 1, 100},  // 64 rows
-    {256, 2, 4, {0, 0}, 2, 50},   // 16 rows
+    {512, MmaCache::k16Bit, 9, 3, {5, 0}, 1, 145},  // 72 rows: 8 heads x 9 nodes
+    {512, MmaCache::k16Bit, 8, 3, {2, 2}, 1, 107},  // 64 rows
+    {512, MmaCache::k16Bit, 4, 4, {0, 0}, 1, 85},   // 32 rows
+    {512, MmaCache::k16Bit, 2, 4, {0, 0}, 2, 110},  // 16 rows
+    {512, MmaCache::k16Bit, 1, 4, {0, 0}, 2, 75},   // 8 rows: a decoded token of a TP8 rank
+    {256, MmaCache::k16Bit, 8, 4, {0, 0}, 1, 90},   // 64 rows
+    {256, MmaCache::k16Bit, 2, 4, {0, 0}, 2, 90},   // 16 rows
+    {512, MmaCache::kE4M3, 8, 2, {2, 2}, 1, 130},   {512, MmaCache::kE4M3, 4, 2, {0, 0}, 1, 100},
+    {512, MmaCache::kE4M3, 1, 2, {0, 0}, 2, 90},    {256, MmaCache::kE4M3, 8, 2, {0, 0}, 1, 100},
+    {512, MmaCache::kPacked, 8, 2, {2, 2}, 1, 140}, {512, MmaCache::kPacked, 4, 2, {0, 0}, 1, 110},
+    {512, MmaCache::kPacked, 1, 2, {0, 0}, 2, 95},
 };
 
 // The tile that should end first for `requests` requests of about `rows` (node, head) rows and at most `keys` keys.
-inline const MmaTile* choose_mma_tile(int d_v, int64_t requests, int64_t rows, int64_t keys, int num_sms,
-                                      int64_t smem_per_sm) {
+inline const MmaTile* choose_mma_tile(int d_v, MmaCache cache, int64_t requests, int64_t rows, int64_t keys,
+                                      int num_sms, int64_t smem_per_sm) {
   const MmaTile* best = nullptr;
   int64_t best_cost = 0;
   for (const MmaTile& t : kMmaTiles) {
-    if (t.d_v != d_v) continue;
+    if (t.d_v != d_v || t.cache != cache) continue;
     const TilePolicy policy = t.policy();
     const int64_t by_smem = smem_per_sm / (t.smem_bytes() + 1024);
     const int64_t workers = num_sms * (by_smem < t.blocks ? (by_smem > 0 ? by_smem : 1) : t.blocks);

@@ -53,6 +53,12 @@ bool is_16_bit(const std::string& backend) {
   return !why_unsupported_hosted(backend, generate_case(spec).problem()).empty();
 }
 DType native_dtype(const std::string& backend) { return is_16_bit(backend) ? DType::kBF16 : DType::kF32; }
+// Every cache dtype that the backend takes with queries of one of its own.
+std::vector<DType> cache_dtypes(const std::string& backend) {
+  if (!is_16_bit(backend)) return {DType::kF32, DType::kBF16, DType::kF16};
+  return {DType::kBF16, DType::kF16, DType::kF8E4M3, DType::kF8E4M3Packed};
+}
+DType query_dtype(DType cache) { return is_fp8(cache) ? DType::kBF16 : cache; }
 Comparison judge(Instance& instance, const std::string& backend) {
   return instance.judge(is_16_bit(backend) ? precision_of(instance.problem().q.dtype) : Precision::kF32);
 }
@@ -80,6 +86,7 @@ Suite& random_suite() {
 
 class CudaBackends : public testing::TestWithParam<std::string> {
  protected:
+  void replay_one_graph(DType dtype);
   void run_suite(Suite& suite) {
     int run = 0, refused = 0;
     for (std::size_t i = 0; i < suite.params.size(); ++i) {
@@ -286,13 +293,23 @@ struct Serving {
                        kv_len = std::vector<int32_t>(kRequests), parents, entries;
 
   Serving(uint64_t seed, DType type) : dtype(type), entries(kRequests * kStride, 2147480000) {
-    const auto fill = [&](std::vector<unsigned char>& v, int64_t count, uint64_t stream) {
-      v.resize(static_cast<std::size_t>(count) * dtype_bytes(dtype));
-      for (int64_t i = 0; i < count; ++i)
-        store_element(v.data(), dtype, i, counter_normal(stream, static_cast<uint64_t>(i)));
-    };
-    fill(q, int64_t{kTotalQ} * shape.h_q * shape.d_qk(), seed);
-    fill(kv, int64_t{kPool} * shape.d_qk(), seed + 1);
+    q.resize(static_cast<std::size_t>(kTotalQ) * shape.h_q * shape.d_qk() * dtype_bytes(query_dtype(dtype)));
+    for (int64_t i = 0; i < int64_t{kTotalQ} * shape.h_q * shape.d_qk(); ++i)
+      store_element(q.data(), query_dtype(dtype), i, counter_normal(seed, static_cast<uint64_t>(i)));
+    CaseSpec spec;  // its pool serves as ours
+    spec.requests = {{kPool, 1}};
+    spec.shape = {1, shape.d_v, shape.d_rope};
+    spec.kv_dtype = dtype;
+    spec.q_dtype = query_dtype(dtype);
+    spec.seed = seed + 1;
+    const Case c = generate_case(spec);
+    const VerifyProblem p = c.problem();
+    const int64_t row_bytes = kv_row_stride(p) * static_cast<int64_t>(dtype_bytes(dtype));
+    for (int t = 0; t < kPool; ++t) {
+      const char* row = static_cast<const char*>(p.kv.data) +
+                        pool_row(p.pages, p.kv.page_size, page_base(p.pages, 0), t) * row_bytes;
+      kv.insert(kv.end(), row, row + row_bytes);
+    }
     draw(seed);
   }
 
@@ -315,7 +332,7 @@ struct Serving {
     VerifyProblem p;
     p.shape = shape;
     p.b = kRequests;
-    p.q = {q.data(), dtype, total_q, 0, 0};
+    p.q = {q.data(), query_dtype(dtype), total_q, 0, 0};
     p.kv = {kv.data(), dtype, kPool, 1, 0, 1.0};
     p.pages = {entries.data(), IndexType::kI32, static_cast<int64_t>(entries.size()), nullptr, kStride};
     p.q_indptr = q_indptr.data();
@@ -330,7 +347,13 @@ struct Serving {
 };
 
 TEST_P(CudaBackends, OneGraphServesManyLengths) {
-  Serving s(100, native_dtype(GetParam()));
+  for (const DType dtype : cache_dtypes(GetParam())) {
+    SCOPED_TRACE(dtype_name(dtype));
+    replay_one_graph(dtype);
+  }
+}
+void CudaBackends::replay_one_graph(DType dtype) {
+  Serving s(100, dtype);
   const Backend& backend = *find_backend(GetParam());
   const MemorySpace& space = cuda_memory();
   cudaStream_t stream = static_cast<cudaStream_t>(space.make_stream());
@@ -370,8 +393,9 @@ TEST_P(CudaBackends, OneGraphServesManyLengths) {
       Floats expected(static_cast<std::size_t>(used) * s.shape.h_q * s.shape.d_v),
           expected_lse(static_cast<std::size_t>(used) * s.shape.h_q);
       verify(s.problem(used), {expected.data(), DType::kF32, expected_lse.data()}, {.backend = "cpu_oracle"});
-      const Comparison c = compare(s.shape, used, out.data(), expected.data(), lse.data(),
-                                   expected_lse.data(), precision_of(s.dtype));
+      const Comparison c =
+          compare(s.shape, used, out.data(), expected.data(), lse.data(), expected_lse.data(),
+                  is_16_bit(GetParam()) ? precision_of(query_dtype(s.dtype)) : Precision::kF32);
       ASSERT_TRUE(c.ok) << "set " << set << ": " << c.failure;
       for (std::size_t i = expected.size(); i < out.size(); ++i)
         ASSERT_EQ(out[i], 0.0f) << "set " << set << ": a padded row";
@@ -463,33 +487,93 @@ TEST_P(CudaBackends, BatchInvariant) {
 // ---- poison and lies ----
 
 TEST_P(CudaBackends, NanOfATreeRowReachesOnlyItsDescendants) {
-  CaseSpec spec;
-  spec.requests = {{130, 21}};
-  spec.shape = {9, 512, 64};
-  spec.q_dtype = spec.kv_dtype = native_dtype(GetParam());
-  const Case c = generate_case(spec);
-  VerifyProblem p = c.problem();
-  const Rows clean(p, {.backend = GetParam()});
-  const int64_t row_bytes = p.shape.d_qk() * static_cast<int64_t>(dtype_bytes(p.kv.dtype));
-  std::vector<unsigned char> kv(static_cast<std::size_t>(p.kv.num_pages * p.kv.page_size * row_bytes));
-  std::memcpy(kv.data(), p.kv.data, kv.size());
-  p.kv.data = kv.data();
-  for (const int poisoned : {3, 11, 20}) {
-    const int64_t row = pool_row(p.pages, p.kv.page_size, page_base(p.pages, 0), 130 + poisoned);
-    const std::vector<unsigned char> saved(kv.begin() + row * row_bytes, kv.begin() + (row + 1) * row_bytes);
-    std::memset(kv.data() + row * row_bytes, 0xFF,
-                static_cast<std::size_t>(row_bytes));  // NaN in every dtype
-    const Rows dirty(p, {.backend = GetParam()});
-    for (int i = 0; i < 21; ++i) {
-      bool descends = false;
-      for (int j = i; j >= 0; j = p.mask.parents[j]) descends |= j == poisoned;
-      if (descends)
-        EXPECT_TRUE(std::isnan(dirty.nodes(p.shape, i, 1)[0])) << "node " << i << " sees node " << poisoned;
-      else
-        EXPECT_TRUE(same_bits(clean.nodes(p.shape, i, 1), dirty.nodes(p.shape, i, 1)))
-            << "node " << i << " does not see node " << poisoned;
+  for (const DType dtype : cache_dtypes(GetParam())) {
+    SCOPED_TRACE(dtype_name(dtype));
+    CaseSpec spec;
+    spec.requests = {{130, 21}};
+    spec.shape = {9, 512, 64};
+    spec.kv_dtype = dtype;
+    spec.q_dtype = query_dtype(dtype);
+    const Case c = generate_case(spec);
+    VerifyProblem p = c.problem();
+    const Rows clean(p, {.backend = GetParam()});
+    const int64_t row_bytes = kv_row_stride(p) * static_cast<int64_t>(dtype_bytes(p.kv.dtype));
+    std::vector<unsigned char> kv(static_cast<std::size_t>(p.kv.num_pages * p.kv.page_size * row_bytes));
+    std::memcpy(kv.data(), p.kv.data, kv.size());
+    p.kv.data = kv.data();
+    for (const int poisoned : {3, 11, 20}) {
+      const int64_t row = pool_row(p.pages, p.kv.page_size, page_base(p.pages, 0), 130 + poisoned);
+      const std::vector<unsigned char> saved(kv.begin() + row * row_bytes,
+                                             kv.begin() + (row + 1) * row_bytes);
+      std::memset(kv.data() + row * row_bytes, 0xFF,
+                  static_cast<std::size_t>(row_bytes));  // NaN in every dtype
+      const Rows dirty(p, {.backend = GetParam()});
+      for (int i = 0; i < 21; ++i) {
+        bool descends = false;
+        for (int j = i; j >= 0; j = p.mask.parents[j]) descends |= j == poisoned;
+        if (descends)
+          EXPECT_TRUE(std::isnan(dirty.nodes(p.shape, i, 1)[0])) << "node " << i << " sees node " << poisoned;
+        else
+          EXPECT_TRUE(same_bits(clean.nodes(p.shape, i, 1), dirty.nodes(p.shape, i, 1)))
+              << "node " << i << " does not see node " << poisoned;
+      }
+      std::copy(saved.begin(), saved.end(), kv.begin() + row * row_bytes);
     }
-    std::copy(saved.begin(), saved.end(), kv.begin() + row * row_bytes);
+  }
+}
+
+// Slots near the end of a pool of more than 2^31 elements, everything else NaN, against the same rows in a small pool.
+TEST_P(CudaBackends, PoolBeyond2To31Elements) {
+  for (const DType dtype : cache_dtypes(GetParam())) {
+    SCOPED_TRACE(dtype_name(dtype));
+    CaseSpec spec;
+    spec.requests = {{600, 9}};
+    spec.shape = {8, 512, 64};
+    spec.kv_dtype = dtype;
+    spec.q_dtype = query_dtype(dtype);
+    const Case c = generate_case(spec);
+    const VerifyProblem small = c.problem();
+    const Rows expected(small, {.backend = GetParam()});
+
+    const int64_t row_bytes = kv_row_stride(small) * static_cast<int64_t>(dtype_bytes(dtype)),
+                  rows = (int64_t{1} << 31) / kv_row_stride(small) + 5000;
+    std::size_t available = 0, total = 0;
+    check_cuda(cudaMemGetInfo(&available, &total), "cudaMemGetInfo");
+    if (available < static_cast<std::size_t>(rows * row_bytes) + (std::size_t{1} << 28))
+      GTEST_SKIP() << "too little device memory";
+    void* pool = nullptr;
+    check_cuda(cudaMalloc(&pool, static_cast<std::size_t>(rows * row_bytes)), "cudaMalloc");
+    check_cuda(cudaMemset(pool, 0xFF, static_cast<std::size_t>(rows * row_bytes)), "cudaMemset");
+    std::vector<int32_t> entries(static_cast<std::size_t>(small.kv_len[0]));
+    for (std::size_t t = 0; t < entries.size(); ++t) {
+      entries[t] = static_cast<int32_t>(rows - 1 - 7 * static_cast<int64_t>(t));
+      const int64_t from =
+          pool_row(small.pages, small.kv.page_size, page_base(small.pages, 0), static_cast<int>(t));
+      check_cuda(cudaMemcpy(static_cast<char*>(pool) + entries[t] * row_bytes,
+                            static_cast<const char*>(small.kv.data) + from * row_bytes,
+                            static_cast<std::size_t>(row_bytes), cudaMemcpyHostToDevice),
+                 "cudaMemcpy");
+    }
+    VerifyProblem large = small;
+    large.kv.num_pages = small.kv.num_pages * small.kv.page_size;
+    large.kv.page_size = 1;
+    const std::vector<int32_t> indptr = {0, small.kv_len[0]};
+    std::vector<int32_t> placeholder(entries.size(), 0);
+    large.pages = {placeholder.data(), IndexType::kI32, static_cast<int64_t>(entries.size()), indptr.data(),
+                   0};
+    HostedProblem there(*find_backend(GetParam()), large);
+    VerifyProblem p = there.problem();
+    Arrays arrays;
+    p.kv.data = pool;
+    p.kv.num_pages = rows;
+    p.pages.entries = arrays.upload(entries);
+    Floats out(expected.out.size(), std::nanf("")), lse(expected.lse.size(), std::nanf(""));
+    HostedOutput output(*find_backend(GetParam()), p, {out.data(), DType::kF32, lse.data()});
+    verify(p, output.output(), {.backend = GetParam()});
+    output.fetch();
+    EXPECT_TRUE(same_bits(out, expected.out));
+    EXPECT_TRUE(same_bits(lse, expected.lse));
+    check_cuda(cudaFree(pool), "cudaFree");
   }
 }
 

@@ -13,6 +13,7 @@
 
 #include "backend/cuda/cuda_check.hpp"
 #include "backend/cuda/device_plan.hpp"
+#include "backend/cuda/device_properties.hpp"
 #include "backend/cuda/kernel_io.cuh"
 #include "backend/cuda/work_cursor.cuh"
 
@@ -40,6 +41,7 @@ __global__ void __launch_bounds__(kThreads* kGroups) combine_kernel(const __grid
   __shared__ float weights[kThreads];
   __shared__ float4 group_acc[kGroups > 1 ? kGroups - 1 : 1][kThreads];
   __shared__ float group_sum[kGroups];
+  wait_for_kernel_before();
   const int thread = threadIdx.x % kThreads, group = threadIdx.x / kThreads;
   const int row = static_cast<int>(blockIdx.x), node = row / args.h_q;
   const int index = find_request(args.plan, node);
@@ -125,11 +127,19 @@ bool shares_out(const KernelArgs& args, int64_t rows) {
 void launch_combine(const KernelArgs& args, cudaStream_t stream) {
   const int64_t rows = static_cast<int64_t>(args.total_q) * args.h_q;
   if (rows == 0) return;
-  if (shares_out(args, rows))
-    combine_kernel<4><<<static_cast<unsigned>(rows), 4 * kThreads, 0, stream>>>(args);
-  else
-    combine_kernel<1><<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(args);
-  check_launch("combine_kernel");
+  // Started as the kernel before it ends, where cards can: the launch then costs no time of its own.
+  cudaLaunchAttribute dependent;
+  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(rows));
+  config.stream = stream;
+  config.attrs = &dependent;
+  config.numAttrs = current_cuda_device().cc >= 90 ? 1 : 0;
+  const bool shares = shares_out(args, rows);
+  config.blockDim = dim3(shares ? 4 * kThreads : kThreads);
+  check_cuda(cudaLaunchKernelEx(&config, shares ? combine_kernel<4> : combine_kernel<1>, args),
+             "launching combine_kernel");
 }
 
 void load_combine_kernel() {

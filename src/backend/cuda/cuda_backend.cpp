@@ -160,8 +160,8 @@ Support CudaBackend::supports(const VerifyProblem& p) const {
     return Support::no(fmt::format("total_q * h_q = {} rows: takes up to {}", rows_of(p), kInt32Max));
   if (p.b >= kMaxRequests)
     return Support::no(fmt::format("b = {}: takes up to {} requests", p.b, kMaxRequests - 1));
-  if (p.kv.dtype == DType::kF8E4M3) return Support::no("e4m3 caches: takes fp32, bf16, fp16");
-  if (p.kv.dtype == DType::kF8E4M3Packed) return Support::no("e4m3_packed caches: takes fp32, bf16, fp16");
+  if (is_fp8(p.kv.dtype) && !takes_fp8_)
+    return Support::no(fmt::format("{} caches: takes fp32, bf16, fp16", dtype_name(p.kv.dtype)));
   if (needs_bits(p) && p.q.total_q * 4 * words_per_row(q_len_bound(p)) > kMaxBitsBytes)
     return Support::no(fmt::format(
         "parents of {} nodes with max_q_len = {}: their ancestor bits need over {} bytes; give max_q_len",

@@ -27,7 +27,7 @@ struct CudaInstance {
 
 class CudaBackend : public Backend {
  public:
-  explicit CudaBackend(std::string_view name) : name_(name) {}
+  explicit CudaBackend(std::string_view name, bool takes_fp8 = false) : name_(name), takes_fp8_(takes_fp8) {}
   std::string_view name() const override { return name_; }
   Memory memory() const override { return Memory::kDevice; }
   const MemorySpace& space() const override;
@@ -50,6 +50,7 @@ class CudaBackend : public Backend {
 
  private:
   std::string name_;
+  bool takes_fp8_;
 };
 
 // For supports_kernel(): the shapes and dtypes that the ladder is compiled for.

@@ -55,36 +55,59 @@
 namespace treemla {
 namespace {
 
+using Kernel = void (*)(KernelArgs);
+template <class T, int i>
+constexpr Kernel kernel_of() {
+  // Packed rows have a bf16 part, and are for bf16 queries.
+  if constexpr (std::is_same_v<T, __half> && kMmaTiles[i].cache == MmaCache::kPacked)
+    return nullptr;
+  else
+    return &mma::mma_kernel<mma::Config<T, i>>;
+}
 template <class T, int... i>
 constexpr auto kernels_of(std::integer_sequence<int, i...>) {
-  using namespace mma;
-  return std::array{&mma_kernel<Config<T, i>>...};
+  return std::array{kernel_of<T, i>()...};
 }
 
 // Of kMmaTiles, in its order; why each exists stands there.
-const void* find_kernel(DType type, std::size_t i) {
+const void* find_kernel(DType q_dtype, std::size_t i) {
   using Indices = std::make_integer_sequence<int, static_cast<int>(std::size(kMmaTiles))>;
   constexpr auto kBF16 = kernels_of<__nv_bfloat16>(Indices()), kF16 = kernels_of<__half>(Indices());
-  return reinterpret_cast<const void*>(type == DType::kBF16 ? kBF16[i] : kF16[i]);
+  return reinterpret_cast<const void*>(q_dtype == DType::kBF16 ? kBF16[i] : kF16[i]);
+}
+
+MmaCache cache_of(DType kv_dtype) {
+  return kv_dtype == DType::kF8E4M3         ? MmaCache::kE4M3
+         : kv_dtype == DType::kF8E4M3Packed ? MmaCache::kPacked
+                                            : MmaCache::k16Bit;
 }
 
 const MmaTile* choose_tile(const VerifyProblem& p, const CudaDevice& device) {
   const int64_t nodes = p.b > 0 ? ceil_div<int64_t>(p.q.total_q, p.b) : 0;
-  return choose_mma_tile(p.shape.d_v, p.b, nodes * p.shape.h_q, kv_len_bound(p),
+  return choose_mma_tile(p.shape.d_v, cache_of(p.kv.dtype), p.b, nodes * p.shape.h_q, kv_len_bound(p),
                          std::max(1, device.model.num_sms), device.model.smem_per_sm_bytes);
 }
 
 class CudaMma : public CudaBackend {
  public:
-  CudaMma() : CudaBackend("cuda_mma") {}
+  CudaMma() : CudaBackend("cuda_mma", true) {}
 
  protected:
   Support supports_kernel(const VerifyProblem& p, const CudaDevice&) const override {
     if (const Support s = supports_ladder_shape(p); !s.ok) return s;
-    if (p.kv.dtype == DType::kF32) return Support::no("fp32 caches: takes bf16, fp16");
-    if (p.q.dtype != p.kv.dtype)
+    if (p.kv.dtype == DType::kF32) return Support::no("fp32 caches: takes bf16, fp16, e4m3, e4m3_packed");
+    if (p.kv.dtype == DType::kF8E4M3Packed) {
+      if (p.shape.d_v != 512)
+        return Support::no("e4m3_packed caches of d_v = " + std::to_string(p.shape.d_v) +
+                           ": takes 512, whose rows are multiples of 16 bytes");
+      if (p.q.dtype != DType::kBF16)
+        return Support::no("q in " + std::string(dtype_name(p.q.dtype)) +
+                           " and an e4m3_packed cache: takes q in bf16");
+    } else if (p.kv.dtype == DType::kF8E4M3 ? p.q.dtype == DType::kF32 : p.q.dtype != p.kv.dtype) {
       return Support::no("q in " + std::string(dtype_name(p.q.dtype)) + " and a cache in " +
-                         std::string(dtype_name(p.kv.dtype)) + ": takes q in the cache's dtype");
+                         std::string(dtype_name(p.kv.dtype)) +
+                         ": takes q in the cache's dtype, or bf16 and fp16 with an e4m3 cache");
+    }
     if (const std::string reason = why_not_aligned(p, 16); !reason.empty()) return Support::no(reason);
     if (const std::string reason = why_pool_too_large(p); !reason.empty()) return Support::no(reason);
     return Support::yes();
@@ -93,7 +116,7 @@ class CudaMma : public CudaBackend {
   CudaInstance instance(const VerifyProblem& p, const CudaDevice& device) const override {
     const MmaTile* tile = choose_tile(p, device);
     CudaInstance k;
-    k.function = find_kernel(p.kv.dtype, static_cast<std::size_t>(tile - kMmaTiles));
+    k.function = find_kernel(p.q.dtype, static_cast<std::size_t>(tile - kMmaTiles));
     k.threads = MmaTile::kThreads;
     k.smem_bytes = tile->smem_bytes();
     k.tile = tile->policy();

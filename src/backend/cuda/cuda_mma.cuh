@@ -18,20 +18,25 @@ struct Config {
   static constexpr int kThreads = MmaTile::kThreads;
   static constexpr int kDv = kTile.d_v, kRows = kTile.rows(), kKeys = MmaTile::kKeys;
   static constexpr int kRowTiles = kTile.row_tiles, kStages = kTile.stages;
+  static constexpr bool kIsRaw = kTile.cache != MmaCache::k16Bit,
+                        kIsPacked = kTile.cache == MmaCache::kPacked;
   // Of an odd number of row tiles the first group has the one more.
   static constexpr int group_tiles(int group) { return (kRowTiles + 1 - group) / 2; }
   // Pieces of 16 columns that a warp accumulates; that it scores, first of the latent part; of those, whose queries it has in registers.
   static constexpr int kColumnTiles = kDv / 64;
   static constexpr int kLatentSteps = kDv / 64, kSteps = kTile.steps();
-  static constexpr int q_steps(int group) { return kSteps - kTile.shared_q_steps(group); }
+  static constexpr int q_steps(int group) { return kSteps - kTile.q_steps[group]; }
 
   // Shared memory, in bytes.
   static constexpr int kKeyStride = kTile.key_stride(), kStageBytes = kTile.stage_bytes();
-  static constexpr int kQAt = kStages * kStageBytes;
+  static constexpr int kRawAt = kStages * kStageBytes, kRawRowBytes = kTile.raw_row_bytes();
+  static constexpr int kScalesAt = kRawAt + kTile.raw_bytes();  // [stages][16 keys][4] float32
+  static constexpr int kQAt = kScalesAt + kTile.scales_bytes();
   static constexpr int q_at(int group) { return kQAt + (group == 0 ? 0 : kTile.q_bytes(0)); }
   static constexpr int kPartsAt = kQAt + kTile.q_bytes(0) + kTile.q_bytes(1);
   static constexpr int kWeightsAt = kPartsAt + kTile.parts_bytes(), kWeightStride = MmaTile::kWeightStride;
-  static constexpr int kShrinkAt = kWeightsAt + kTile.weights_bytes();
+  static constexpr int kWeightsBytes = kTile.weights_bytes(), kWeightCopies = kTile.weight_copies();
+  static constexpr int kShrinkAt = kWeightsAt + kWeightCopies * kWeightsBytes;
   static constexpr int kBarriersAt = kShrinkAt + 4 * kRows;  // full, then empty
   static constexpr int kRaisedAt = kBarriersAt + 16 * kStages;
   static constexpr int kFifthAt = round_up(kRaisedAt + 4 * kRowTiles, 16);
@@ -49,6 +54,34 @@ __device__ __forceinline__ uint16_t narrow(float x) {
     return __half_as_ushort(__float2half_rn(x));
   else
     return __bfloat16_as_ushort(__float2bfloat16_rn(x));
+}
+
+// Two e4m3 numbers, in the upper halves of x's 16-bit words, to T: exponent and fraction move into place, and one exact multiplication
+// makes up for the difference of the exponents' biases, subnormal numbers included. Not for NaN.
+template <class T>
+__device__ __forceinline__ uint32_t widen_pair(uint32_t x) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const uint32_t moved = (x & 0x80008000) | (x & 0x7F007F00) >> 1;
+    const __half2 y = __hmul2(reinterpret_cast<const __half2&>(moved), __float2half2_rn(256.0f));
+    return reinterpret_cast<const uint32_t&>(y);
+  } else {
+    const uint32_t moved = (x & 0x80008000) | (x & 0x7F007F00) >> 4;
+    const __nv_bfloat162 y =
+        __hmul2(reinterpret_cast<const __nv_bfloat162&>(moved), __float2bfloat162_rn(0x1p120f));
+    return reinterpret_cast<const uint32_t&>(y);
+  }
+}
+// Four of them, in order.
+template <class T>
+__device__ __forceinline__ uint2 widen_quad(uint32_t x) {
+  uint2 y = {widen_pair<T>(__byte_perm(x, 0, 0x1404)), widen_pair<T>(__byte_perm(x, 0, 0x3424))};
+  if (((x & 0x7F7F7F7F) + 0x01010101) & 0x80808080) {  // a NaN: 0x7F or 0xFF
+    if ((x & 0x7F) == 0x7F) y.x |= 0x7FFF;
+    if ((x >> 8 & 0x7F) == 0x7F) y.x |= 0x7FFF0000;
+    if ((x >> 16 & 0x7F) == 0x7F) y.y |= 0x7FFF;
+    if ((x >> 24 & 0x7F) == 0x7F) y.y |= 0x7FFF0000;
+  }
+  return y;
 }
 
 // Where a CTA is in the ring of key tiles, from item to item.
@@ -151,34 +184,100 @@ struct Worker {
     }
     rows = static_cast<uint32_t>(entry) * size + (key - page * size);
   }
+  // The window that the tile belongs to must be there; first_key goes up by a tile from call to call.
+  __device__ __forceinline__ void enter_window(int first_key) {
+    if ((first_key & (kWindow - 1)) != 0 || first_key == item.key_begin) return;
+    find_rows(first_key);
+    fetch_entries(first_key + kWindow);
+  }
   // The tile whose first key is first_key, `ahead` tiles after the one in use, into the ring. Past the item's end it is zeros that are
   // copied.
   __device__ __forceinline__ void copy(int first_key, int ahead) {
     if (first_key >= key_end) return;
     const bool wraps = ring.stage + ahead >= C::kStages;
     const int stage = ring.stage + ahead - (wraps ? C::kStages : 0);
-    const int tile = first_key / C::kKeys & 15;
-    if (tile == 0 && first_key != item.key_begin) {
-      find_rows(first_key);
-      fetch_entries(first_key + kWindow);
-    }
-    const uint32_t row = __shfl_sync(~0u, rows, 2 * tile + (lane >> 4));
+    if constexpr (!C::kIsRaw) enter_window(first_key);
+    const uint32_t full = smem + C::kBarriersAt + 8 * stage, empty = full + 8 * C::kStages;
     // Until both groups are done with what was there, a round earlier. Before the first round that is so at once.
-    wait_barrier(smem + C::kBarriersAt + 8 * (C::kStages + stage), ring.round ^ !wraps);
-    const bool ok = first_key + copied_row() + (lane >> 4) < key_end;
-    const char* from = row_at(static_cast<const char*>(args.kv) + 16 * (lane & 15), row);
-    const uint32_t to = copy_to() + stage * C::kStageBytes;
+    wait_barrier(empty, ring.round ^ !wraps);
+    if constexpr (C::kIsRaw) {
+      wait_copies<MmaTile::kRawTiles - 1>();
+      widen(first_key, stage);
+      __syncwarp();
+      if (lane == 0) arrive(full);
+      copy_raw(first_key + MmaTile::kRawTiles * C::kKeys);
+    } else {
+      const uint32_t row = __shfl_sync(~0u, rows, (first_key / C::kKeys & 15) * 2 + (lane >> 4));
+      const bool ok = first_key + copied_row() + (lane >> 4) < key_end;
+      const char* from = row_at(static_cast<const char*>(args.kv) + 16 * (lane & 15), row);
+      const uint32_t to = copy_to() + stage * C::kStageBytes;
 #pragma unroll
-    for (int i = 0; i < C::kDv / 128; ++i) copy16(to + 256 * i, from + 256 * i, ok);
-    if (8 * (lane & 15) < args.d_rope) copy16(to + 2 * C::kDv, from + 2 * C::kDv, ok);
-    arrive_after_copies(smem + C::kBarriersAt + 8 * stage);
+      for (int i = 0; i < C::kDv / 128; ++i) copy16(to + 256 * i, from + 256 * i, ok);
+      if (8 * (lane & 15) < args.d_rope) copy16(to + 2 * C::kDv, from + 2 * C::kDv, ok);
+      arrive_after_copies(full);
+    }
   }
+
+  // FP8: the warp's two rows one after the other, chunk u of 16 bytes by lane u % 32. Each lane widens what it copied.
+  __device__ __forceinline__ int raw_chunks() const {  // of a row
+    return C::kIsPacked ? C::kDv / 16 + C::kDv / 512 + args.d_rope / 8 : (C::kDv + args.d_rope) / 16;
+  }
+  __device__ __forceinline__ uint32_t raw_at(int first_key, int u) const {
+    return smem + C::kRawAt + ((first_key / C::kKeys & 1) * C::kKeys + copied_row()) * C::kRawRowBytes +
+           16 * u;
+  }
+  static constexpr int kRawSteps = ceil_div(2 * C::kRawRowBytes / 16, 32);
+  // Every call makes a group of copies, empty past the end.
+  __device__ __forceinline__ void copy_raw(int first_key) {
+    if (first_key < key_end) {
+      enter_window(first_key);
+      const int tile = first_key / C::kKeys & 15, chunks = raw_chunks();
+      const uint32_t row0 = __shfl_sync(~0u, rows, 2 * tile), row1 = __shfl_sync(~0u, rows, 2 * tile + 1);
+#pragma unroll
+      for (int i = 0; i < kRawSteps; ++i) {
+        const int u = lane + 32 * i, second = u >= chunks;
+        const bool ok = first_key + copied_row() + second < key_end;
+        if (u < 2 * chunks)
+          copy16(raw_at(first_key, u),
+                 row_at(static_cast<const char*>(args.kv) + 16 * (u - (second ? chunks : 0)),
+                        second ? row1 : row0),
+                 ok);
+      }
+    }
+    commit_copies();
+  }
+  __device__ __forceinline__ void widen(int first_key, int stage) const {
+    const int chunks = raw_chunks();
+#pragma unroll
+    for (int i = 0; i < kRawSteps; ++i) {
+      const int u = lane + 32 * i, second = u >= chunks, chunk = u - (second ? chunks : 0);
+      if (u >= 2 * chunks) continue;
+      const uint4 x = load_shared<uint4>(raw_at(first_key, u));
+      const int key = copied_row() + second;
+      const uint32_t row = smem + stage * C::kStageBytes + key * C::kKeyStride;
+      if (C::kIsPacked && chunk == C::kDv / 16) {
+        store_shared(scales_at(stage, key), x);
+      } else if (C::kIsPacked && chunk > C::kDv / 16) {
+        store_shared(row + 2 * C::kDv + 16 * (chunk - C::kDv / 16 - 1), x);
+      } else {
+        const uint2 a = widen_quad<T>(x.x), b = widen_quad<T>(x.y), c = widen_quad<T>(x.z),
+                    d = widen_quad<T>(x.w);
+        store_shared(row + 32 * chunk, uint4{a.x, a.y, b.x, b.y});
+        store_shared(row + 32 * chunk + 16, uint4{c.x, c.y, d.x, d.y});
+      }
+    }
+  }
+  // Of the four groups of 128 latents of a packed row.
+  __device__ __forceinline__ uint32_t scales_at(int stage, int key) const {
+    return smem + C::kScalesAt + 16 * (C::kKeys * stage + key);
+  }
+
   // Rows and the bytes between them fit 32 bits each: supports_kernel() looks.
   __device__ __forceinline__ const char* row_at(const char* from, uint32_t row) const {
     uint64_t at;
     asm("mad.wide.u32 %0, %1, %2, %3;"
         : "=l"(at)
-        : "r"(row), "r"(2 * static_cast<uint32_t>(args.kv_row_stride)), "l"(from));
+        : "r"(row), "r"((C::kIsRaw ? 1 : 2) * static_cast<uint32_t>(args.kv_row_stride)), "l"(from));
     return reinterpret_cast<const char*>(at);
   }
   // Where this lane copies to in stage 0.
@@ -202,35 +301,73 @@ struct Worker {
     constexpr int kShared = C::kSteps - kQSteps;
     return smem + kQAt + 256 * ((quarter * kTiles + j) * kShared + step - kQSteps) + 8 * lane;
   }
-  __device__ __forceinline__ void load_q() {
-    if (((reinterpret_cast<uintptr_t>(args.q) >> 1 | args.q_token_stride | args.q_head_stride) & 1) == 0)
-      load_q([](const T* from) { return __ldg(reinterpret_cast<const uint32_t*>(from)); });
-    else
-      load_q([](const T* from) {
-        const uint16_t* p = reinterpret_cast<const uint16_t*>(from);
-        return p[0] | static_cast<uint32_t>(p[1]) << 16;
-      });
+  // Row `row` of row tile j, or null.
+  __device__ __forceinline__ const T* q_row(int j, int row) const {
+    const int packed = item.row_begin + 8 * (kFirstTile + j) + row;
+    if (packed >= item.row_end) return nullptr;
+    const int node = packed / args.h_q, head = packed - node * args.h_q;
+    return static_cast<const T*>(args.q) + (static_cast<int64_t>(item.q_begin) + node) * args.q_token_stride +
+           head * args.q_head_stride;
   }
-  template <class Load>
-  __device__ __forceinline__ void load_q(Load load) {
+  __device__ __forceinline__ void keep_q(int j, int step, uint32_t x0, uint32_t x1) {
+    if (step < kQSteps)
+      q[step][j][0] = x0, q[step][j][1] = x1;
+    else
+      store_shared(shared_q(j, step), uint2{x0, x1});
+  }
+  // A warp's quarter of its rows goes through shared memory, of which nothing else is in use yet, so that 16 bytes are loaded at a time.
+  __device__ __forceinline__ void load_q() {
+    constexpr int kChunks = 2 * C::kSteps, kStride = 16 * kChunks + 16, kCopies = ceil_div(8 * kChunks, 32);
+    static_assert(C::kRowTiles * 4 * 8 * kStride <= C::kBarriersAt);
+    const uint32_t at = smem + (kFirstTile * 4 + quarter * kTiles) * 8 * kStride;
+    const int rope_chunks = 16 * quarter < args.d_rope ? 2 : 0;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const int u = lane + 32 * i, row = u / kChunks, chunk = u - row * kChunks,
+                  rope = chunk - (kChunks - 2);
+        if (row >= 8) continue;
+        const T* from = q_row(j, row);
+        const bool ok = from != nullptr && rope < rope_chunks;
+        copy16(at + (8 * j + row) * kStride + 16 * chunk,
+               ok ? from + (rope < 0 ? C::kDv / 4 * quarter + 8 * chunk : C::kDv + 16 * quarter + 8 * rope)
+                  : args.q,
+               ok);
+      }
+    commit_copies();
+    wait_copies<0>();
+    __syncwarp();
+    // Fragments of two steps at once: lane l addresses row l % 8, chunk l / 8.
+    uint32_t x[kTiles > 0 ? kTiles : 1][C::kSteps + 1][2];
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int i = 0; i < C::kSteps; i += 2) {
+        uint32_t y[4];
+        const int chunk = i + 1 < C::kSteps ? lane >> 3 : lane >> 3 & 1;
+        load_matrices(y, at + (8 * j + (lane & 7)) * kStride + 32 * i + 16 * chunk);
+        x[j][i][0] = y[0], x[j][i][1] = y[1], x[j][i + 1][0] = y[2], x[j][i + 1][1] = y[3];
+      }
+    __syncthreads();  // from here on shared memory is what the map says
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int i = 0; i < C::kSteps; ++i) keep_q(j, i, x[j][i][0], x[j][i][1]);
+  }
+  // The same, of rows that 16 bytes don't divide.
+  __device__ __forceinline__ void load_unaligned_q() {
+    __syncthreads();
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      const int packed = item.row_begin + 8 * (kFirstTile + j) + (lane >> 2);
-      const bool there = packed < item.row_end;
-      const int node = packed / args.h_q, head = packed - node * args.h_q;
-      const T* row = static_cast<const T*>(args.q) +
-                     (static_cast<int64_t>(item.q_begin) + node) * args.q_token_stride +
-                     head * args.q_head_stride + 2 * (lane & 3);
+      const uint16_t* row = reinterpret_cast<const uint16_t*>(q_row(j, lane >> 2));
 #pragma unroll
       for (int i = 0; i < C::kSteps; ++i) {
-        const T* from = row + (i < C::kLatentSteps ? C::kDv / 4 * quarter + 16 * i : C::kDv + 16 * quarter);
-        const bool ok = there && (i < C::kLatentSteps || 16 * quarter < args.d_rope);
-        uint2 x = {0, 0};
-        if (ok) x = {load(from), load(from + 8)};
-        if (i < kQSteps)
-          q[i][j][0] = x.x, q[i][j][1] = x.y;
-        else
-          store_shared(shared_q(j, i), x);
+        const int column =
+            (i < C::kLatentSteps ? C::kDv / 4 * quarter + 16 * i : C::kDv + 16 * quarter) + 2 * (lane & 3);
+        const bool ok = row != nullptr && (i < C::kLatentSteps || 16 * quarter < args.d_rope);
+        keep_q(j, i, ok ? row[column] | static_cast<uint32_t>(row[column + 1]) << 16 : 0,
+               ok ? row[column + 8] | static_cast<uint32_t>(row[column + 9]) << 16 : 0);
       }
     }
   }
@@ -258,6 +395,13 @@ struct Worker {
       for (int j = 0; j < kTiles; ++j) {
         const uint2 b = i < kQSteps ? uint2{q[i][j][0], q[i][j][1]} : load_shared<uint2>(shared_q(j, i));
         multiply_add<T>(s[j], a[i % (1 + kAhead)], b.x, b.y);
+      }
+      if (C::kIsPacked && i + 1 == C::kLatentSteps) {  // a quarter of a packed row has one scale
+        const float scale0 = load_shared<float>(scales_at(ring.stage, lane >> 2) + 4 * quarter),
+                    scale8 = load_shared<float>(scales_at(ring.stage, (lane >> 2) + 8) + 4 * quarter);
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j)
+          s[j][0] *= scale0, s[j][1] *= scale0, s[j][2] *= scale8, s[j][3] *= scale8;
       }
     }
 #pragma unroll
@@ -341,9 +485,27 @@ struct Worker {
       const float base = st.top[e] == -INFINITY ? 0.0f : st.top[e];  // nothing seen yet: never -inf + inf
       const float w0 = exp2_fast(x[e] - base), w8 = exp2_fast(x[e + 2] - base);
       st.sum[e] += w0 + w8;
-      store_shared(at + e * C::kWeightStride, narrow<T>(w0));
-      store_shared(at + e * C::kWeightStride + 16, narrow<T>(w8));
+      if constexpr (C::kIsPacked) {
+        // Each quarter of the columns has its own scale. None for hidden keys: it may be NaN.
+        const float4 scale0 = load_shared<float4>(scales_at(ring.stage, lane >> 2)),
+                     scale8 = load_shared<float4>(scales_at(ring.stage, (lane >> 2) + 8));
+        store_pair(at + e * C::kWeightStride, scaled(w0, scale0.x), scaled(w8, scale8.x));
+        store_pair(at + e * C::kWeightStride + C::kWeightsBytes, scaled(w0, scale0.y), scaled(w8, scale8.y));
+        store_pair(at + e * C::kWeightStride + 2 * C::kWeightsBytes, scaled(w0, scale0.z),
+                   scaled(w8, scale8.z));
+        store_pair(at + e * C::kWeightStride + 3 * C::kWeightsBytes, scaled(w0, scale0.w),
+                   scaled(w8, scale8.w));
+      } else {
+        store_pair(at + e * C::kWeightStride, w0, w8);
+      }
     }
+  }
+  __device__ __forceinline__ static float scaled(float weight, float scale) {
+    return weight == 0 ? 0.0f : weight * scale;
+  }
+  __device__ __forceinline__ static void store_pair(uint32_t at, float w0, float w8) {
+    store_shared(at, narrow<T>(w0));
+    store_shared(at + 16, narrow<T>(w8));
   }
   __device__ __forceinline__ State load_fifth() const {
     const float4 x = load_shared<float4>(smem + C::kFifthAt + 16 * lane);
@@ -405,7 +567,7 @@ struct Worker {
   __device__ __forceinline__ void accumulate(int first_key, bool shrinks) {
     uint32_t p[kTiles][2];
     // Lane l has row l % 8 of row tile l / 16, keys 8 * (l / 8 % 2) on.
-    const uint32_t weights = smem + C::kWeightsAt +
+    const uint32_t weights = smem + C::kWeightsAt + (C::kIsPacked ? quarter * C::kWeightsBytes : 0) +
                              (8 * (kFirstTile + (lane >> 4)) + (lane & 7)) * C::kWeightStride +
                              (lane >> 3 & 1) * 16;
 #pragma unroll
@@ -498,14 +660,31 @@ struct Worker {
       write_rows(static_cast<__half*>(args.out) + first);
   }
 
+  // Rope columns that the cache lacks are zeros, which no copy touches: in this warp's rows.
+  __device__ __forceinline__ void clear_rope() const {
+    if (args.d_rope == MmaTile::kRope) return;
+    for (int i = lane; i < C::kStages * 2 * 8; i += 32)
+      store_shared(smem + i / 16 * C::kStageBytes + (copied_row() + (i >> 3 & 1)) * C::kKeyStride +
+                       2 * C::kDv + i % 8 * 16,
+                   uint4{0, 0, 0, 0});
+  }
+
   // ---- a work item ----
 
   __device__ __forceinline__ void begin() {
     const int window = item.key_begin & -kWindow;
     fetch_entries(window);
-    load_q();
+    const bool aligned = reinterpret_cast<uintptr_t>(args.q) % 16 == 0 &&
+                         (args.q_token_stride | args.q_head_stride) % 8 == 0;  // the same in both groups
+    if (aligned)
+      load_q();
+    else
+      load_unaligned_q();
+    clear_rope();
     find_rows(window);
     fetch_entries(window + kWindow);
+    if constexpr (C::kIsRaw)
+      for (int i = 0; i < MmaTile::kRawTiles; ++i) copy_raw(item.key_begin + i * C::kKeys);
 #pragma unroll
     for (int i = 0; i + 1 < C::kStages; ++i) copy(item.key_begin + i * C::kKeys, i);
 #pragma unroll
@@ -540,6 +719,7 @@ struct Worker {
       }
       release_tile();
     }
+    if constexpr (C::kIsRaw) wait_copies<0>();
     if constexpr (kTiles > 0) write();
   }
 };
@@ -551,13 +731,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kTile.blocks)
   __shared__ SharedWork work;
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
   if (threadIdx.x < C::kStages) {
-    init_barrier(smem + C::kBarriersAt + 8 * threadIdx.x, C::kThreads);
+    init_barrier(smem + C::kBarriersAt + 8 * threadIdx.x, C::kIsRaw ? C::kThreads / 32 : C::kThreads);
     init_barrier(smem + C::kBarriersAt + 8 * (C::kStages + threadIdx.x), C::kThreads / 32);
   }
-  // Rope columns that the cache lacks are zeros, which no copy touches.
-  if (args.d_rope < MmaTile::kRope)
-    for (int i = static_cast<int>(threadIdx.x); i < C::kStages * C::kKeys * 8; i += C::kThreads)
-      store_shared(smem + i / 8 * C::kKeyStride + 2 * C::kDv + i % 8 * 16, uint4{0, 0, 0, 0});
+  allow_dependent_launch();
   work.begin(args.plan, static_cast<int>(blockIdx.x));
   Ring ring;
   if (threadIdx.x < C::kThreads / 2)
