@@ -199,7 +199,7 @@ struct MmaTile {
     t.keys_per_tile = kKeys;
     t.row_cost = 0;
     t.load_cost = tile_cost;
-    t.pair_cost = 500 + 70 * row_tiles;
+    t.pair_cost = 600 + 60 * row_tiles;
     return t;
   }
 };
@@ -219,7 +219,8 @@ inline constexpr MmaTile kMmaTiles[] = {
     {512, MmaCache::kPacked, 1, 2, {0, 0}, 2, 95},
 };
 
-// The tile that should end first for `requests` requests of about `rows` (node, head) rows and at most `keys` keys.
+// The tile that should end first for `requests` requests of about `rows` (node, head) rows and at most `keys` keys: work shared out over
+// the workers, a beginning and an end for each piece of it, and the merge of a row's pieces.
 inline const MmaTile* choose_mma_tile(int d_v, MmaCache cache, int64_t requests, int64_t rows, int64_t keys,
                                       int num_sms, int64_t smem_per_sm) {
   const MmaTile* best = nullptr;
@@ -229,9 +230,14 @@ inline const MmaTile* choose_mma_tile(int d_v, MmaCache cache, int64_t requests,
     const TilePolicy policy = t.policy();
     const int64_t by_smem = smem_per_sm / (t.smem_bytes() + 1024);
     const int64_t workers = num_sms * (by_smem < t.blocks ? (by_smem > 0 ? by_smem : 1) : t.blocks);
-    const int64_t pair = policy.pair_cost + ceil_div<int64_t>(keys, MmaTile::kKeys) * policy.load_cost;
-    int64_t cost = ceil_div<int64_t>(requests * ceil_div<int64_t>(rows, t.rows()) * pair, workers);
-    if (cost < policy.pair_cost + policy.load_cost) cost = policy.pair_cost + policy.load_cost;
+    const int64_t pairs = requests * ceil_div<int64_t>(rows, t.rows()),
+                  tiles = ceil_div<int64_t>(keys, MmaTile::kKeys);
+    if (pairs == 0 || tiles == 0) return &t;
+    constexpr int64_t kMergeCost = 6;  // of one more piece
+    const int64_t work = pairs * tiles * policy.load_cost / workers;
+    const int64_t pieces = workers / pairs < tiles ? workers / pairs : tiles;
+    const int64_t cost = (work > policy.load_cost ? work : policy.load_cost) + policy.pair_cost +
+                         policy.pair_cost * pairs / workers + kMergeCost * pieces;
     if (best == nullptr || cost < best_cost) {
       best = &t;
       best_cost = cost;

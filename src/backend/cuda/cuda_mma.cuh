@@ -304,7 +304,7 @@ struct Worker {
   // Row `row` of row tile j, or null.
   __device__ __forceinline__ const T* q_row(int j, int row) const {
     const int packed = item.row_begin + 8 * (kFirstTile + j) + row;
-    if (packed >= item.row_end) return nullptr;
+    if (j >= kTiles || packed >= item.row_end) return nullptr;
     const int node = packed / args.h_q, head = packed - node * args.h_q;
     return static_cast<const T*>(args.q) + (static_cast<int64_t>(item.q_begin) + node) * args.q_token_stride +
            head * args.q_head_stride;
@@ -321,14 +321,18 @@ struct Worker {
     static_assert(C::kRowTiles * 4 * 8 * kStride <= C::kBarriersAt);
     const uint32_t at = smem + (kFirstTile * 4 + quarter * kTiles) * 8 * kStride;
     const int rope_chunks = 16 * quarter < args.d_rope ? 2 : 0;
+    // Lane l finds row l % 8 of row tile l / 8, and of the fifth.
+    const uint64_t found = reinterpret_cast<uint64_t>(q_row(lane >> 3, lane & 7)),
+                   found_fifth = kTiles > 4 ? reinterpret_cast<uint64_t>(q_row(4, lane & 7)) : 0;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j)
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
         const int u = lane + 32 * i, row = u / kChunks, chunk = u - row * kChunks,
                   rope = chunk - (kChunks - 2);
+        const T* from = reinterpret_cast<const T*>(
+            __shfl_sync(~0u, j < 4 ? found : found_fifth, 8 * (j & 3) + (row & 7)));
         if (row >= 8) continue;
-        const T* from = q_row(j, row);
         const bool ok = from != nullptr && rope < rope_chunks;
         copy16(at + (8 * j + row) * kStride + 16 * chunk,
                ok ? from + (rope < 0 ? C::kDv / 4 * quarter + 8 * chunk : C::kDv + 16 * quarter + 8 * rope)
@@ -616,33 +620,64 @@ struct Worker {
         args.lse[static_cast<int64_t>(item.q_begin) * args.h_q + packed] = lse;
     }
   }
+  // What a row's sums are to be multiplied by; no key seen: nothing is.
+  __device__ __forceinline__ static float finished(float sum, float by) {
+    return by == -1.0f ? 0.0f : sum * by;
+  }
   template <class To>
   __device__ __forceinline__ void write_rows(To* to) const {
     to += 16 * C::kColumnTiles * quarter + (lane >> 2);
     const int num_rows = item.row_end - item.row_begin;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      const float2 scale = load_shared<float2>(shrink_at(j, lane & 3));
+      const float2 by = load_shared<float2>(shrink_at(j, lane & 3));
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int row = 8 * (kFirstTile + j) + 2 * (lane & 3) + e;
         if (row >= num_rows) continue;
-        const float by = e == 0 ? scale.x : scale.y;
         To* at = to + static_cast<int64_t>(row) * C::kDv;
 #pragma unroll
         for (int c = 0; c < C::kColumnTiles; ++c)
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const float x = by == -1.0f ? 0.0f : out[c][j][2 * h + e] * by;
+            const float x = finished(out[c][j][2 * h + e], e == 0 ? by.x : by.y);
             if constexpr (std::is_same_v<To, float>)
               at[16 * c + 8 * h] = x;
-            else if constexpr (std::is_same_v<To, __half>)
-              at[16 * c + 8 * h] = __float2half_rn(x);
             else
-              at[16 * c + 8 * h] = __float2bfloat16_rn(x);
+              at[16 * c + 8 * h] = __builtin_bit_cast(To, narrow<To>(x));
           }
       }
     }
+  }
+  // 16-bit outputs whose rows are aligned to 8 bytes. Fragments are transposed, so that a lane has columns t, t + 1 of row g and of the
+  // eight columns after; neighbours swap halves, and a lane stores four columns.
+  template <class To>
+  __device__ __forceinline__ void write_quads(To* to) const {
+    const int odd = lane & 1, row = lane >> 2, num_rows = item.row_end - item.row_begin;
+    to += 16 * C::kColumnTiles * quarter + (odd ? 8 + 2 * ((lane & 3) - 1) : 2 * (lane & 3));
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      const float2 by = load_shared<float2>(shrink_at(j, lane & 3));
+      const bool there = 8 * (kFirstTile + j) + row < num_rows;
+      To* at = to + static_cast<int64_t>(8 * (kFirstTile + j) + row) * C::kDv;
+#pragma unroll
+      for (int c = 0; c < C::kColumnTiles; ++c) {
+        uint32_t x[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          x[h] = transposed(narrow<To>(finished(out[c][j][2 * h], by.x)) |
+                            static_cast<uint32_t>(narrow<To>(finished(out[c][j][2 * h + 1], by.y))) << 16);
+        const uint32_t other = __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1);
+        if (there) *reinterpret_cast<uint2*>(at + 16 * c) = odd ? uint2{other, x[1]} : uint2{x[0], other};
+      }
+    }
+  }
+  template <class To>
+  __device__ __forceinline__ void write_narrow(To* to) const {
+    if (reinterpret_cast<uintptr_t>(args.out) % 8 == 0)
+      write_quads(to);
+    else
+      write_rows(to);
   }
   __device__ __forceinline__ void write() const {
     sync_group();  // the last tile's shrink is used
@@ -655,9 +690,9 @@ struct Worker {
     else if (args.out_dtype == DType::kF32)
       write_rows(static_cast<float*>(args.out) + first);
     else if (args.out_dtype == DType::kBF16)
-      write_rows(static_cast<__nv_bfloat16*>(args.out) + first);
+      write_narrow(static_cast<__nv_bfloat16*>(args.out) + first);
     else
-      write_rows(static_cast<__half*>(args.out) + first);
+      write_narrow(static_cast<__half*>(args.out) + first);
   }
 
   // Rope columns that the cache lacks are zeros, which no copy touches: in this warp's rows.

@@ -119,6 +119,13 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&x)[4], uint3
                : "memory");
 }
 
+// An 8 x 8 matrix of 16-bit elements, two a lane as above, transposed.
+__device__ __forceinline__ uint32_t transposed(uint32_t x) {
+  uint32_t y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // D [16, 8] += A [16, 16] B [16, 8], float32 sums. Lane l, with g = l / 4 and t = 2 * (l % 4), holds
 //     A  rows g, g + 8 x columns t, t + 1 (registers 0, 1), then the same of columns t + 8, t + 9 (2, 3)
 //     B  rows t, t + 1 (0), t + 8, t + 9 (1) of column g
