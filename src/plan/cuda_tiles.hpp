@@ -219,6 +219,12 @@ inline constexpr MmaTile kMmaTiles[] = {
     {512, MmaCache::kPacked, 1, 2, {0, 0}, 2, 95},
 };
 
+constexpr MmaTile find_mma_tile(int d_v, int rows, MmaCache cache) {
+  for (const MmaTile& t : kMmaTiles)
+    if (t.d_v == d_v && t.rows() == rows && t.cache == cache) return t;
+  return {};
+}
+
 // The tile that should end first for `requests` requests of about `rows` (node, head) rows and at most `keys` keys: work shared out over
 // the workers, a beginning and an end for each piece of it, and the merge of a row's pieces.
 inline const MmaTile* choose_mma_tile(int d_v, MmaCache cache, int64_t requests, int64_t rows, int64_t keys,

@@ -62,7 +62,8 @@ constexpr Kernel kernel_of() {
   if constexpr (std::is_same_v<T, __half> && kMmaTiles[i].cache == MmaCache::kPacked)
     return nullptr;
   else
-    return &mma::mma_kernel<mma::Config<T, i>>;
+    return &mma::mma_kernel<
+        mma::Config<T, kMmaTiles[i].d_v, kMmaTiles[i].rows(), static_cast<int>(kMmaTiles[i].cache)>>;
 }
 template <class T, int... i>
 constexpr auto kernels_of(std::integer_sequence<int, i...>) {

@@ -10,11 +10,12 @@
 
 namespace treemla::mma {
 
-// What follows from a tile of kMmaTiles, for elements of type T.
-template <class T_, int kTileIndex>
+// What follows from a tile of kMmaTiles, for queries of type T. By three numbers that tell a tile: kernels can't be templates over a value
+// of class type.
+template <class T_, int kTileDv, int kTileRows, int kTileCache>
 struct Config {
   using T = T_;
-  static constexpr MmaTile kTile = kMmaTiles[kTileIndex];
+  static constexpr MmaTile kTile = find_mma_tile(kTileDv, kTileRows, static_cast<MmaCache>(kTileCache));
   static constexpr int kThreads = MmaTile::kThreads;
   static constexpr int kDv = kTile.d_v, kRows = kTile.rows(), kKeys = MmaTile::kKeys;
   static constexpr int kRowTiles = kTile.row_tiles, kStages = kTile.stages;
