@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "plan/split.hpp"
+#include "treemla/dtype.hpp"
 
 namespace treemla {
 
@@ -148,6 +149,11 @@ inline const Fp32Tile* choose_fp32_tile(int d_v, int64_t requests, int64_t rows,
 
 // How cuda_mma finds the cache: in 16 bits, as e4m3 with one scale, or as packed rows with a scale every 128 latents.
 enum class MmaCache { k16Bit, kE4M3, kPacked };
+constexpr MmaCache mma_cache(DType kv_dtype) {
+  return kv_dtype == DType::kF8E4M3         ? MmaCache::kE4M3
+         : kv_dtype == DType::kF8E4M3Packed ? MmaCache::kPacked
+                                            : MmaCache::k16Bit;
+}
 
 // cuda_mma: row_tiles x 8 (node, head) rows against tiles of 16 keys, 8 warps in two groups. A row's bits don't depend on the tile.
 struct MmaTile {
@@ -158,10 +164,11 @@ struct MmaTile {
   MmaCache cache = MmaCache::k16Bit;
   int row_tiles = 0;  // of 8 rows; the first group has half of them, rounded up
   int stages = 3;     // of the ring of key tiles
-  int q_steps[2] =
-      {};  // of a group's queries, pieces of 16 columns that live in shared memory; the others are in registers
-  int blocks = 1;     // an SM, as far as registers go
-  int tile_cost = 0;  // measured: hundredths of a microsecond that a key tile takes on an SM of the H200
+  // Of a group's queries, pieces of 16 columns that live in shared memory; the others are in registers.
+  int q_steps[2] = {};
+  int blocks = 1;  // an SM, as far as registers go
+  // Hundredths of a microsecond that a key tile takes on an SM of the H200, as measured or between two that were.
+  int tile_cost = 0;
 
   constexpr int rows() const { return 8 * row_tiles; }
   // 16 bytes past the row's own: 8 rows in a column then lie in different banks.
@@ -213,10 +220,14 @@ inline constexpr MmaTile kMmaTiles[] = {
     {512, MmaCache::k16Bit, 1, 4, {0, 0}, 2, 75},   // 8 rows: a decoded token of a TP8 rank
     {256, MmaCache::k16Bit, 8, 4, {0, 0}, 1, 90},   // 64 rows
     {256, MmaCache::k16Bit, 2, 4, {0, 0}, 2, 90},   // 16 rows
-    {512, MmaCache::kE4M3, 8, 2, {2, 2}, 1, 130},   {512, MmaCache::kE4M3, 4, 2, {0, 0}, 1, 100},
-    {512, MmaCache::kE4M3, 1, 2, {0, 0}, 2, 90},    {256, MmaCache::kE4M3, 8, 2, {0, 0}, 1, 100},
-    {512, MmaCache::kPacked, 8, 2, {2, 2}, 1, 140}, {512, MmaCache::kPacked, 4, 2, {0, 0}, 1, 110},
-    {512, MmaCache::kPacked, 1, 2, {0, 0}, 2, 95},
+    // FP8: two stages, for what is copied ahead waits elsewhere.
+    {512, MmaCache::kE4M3, 8, 2, {2, 2}, 1, 170},    // 64 rows
+    {512, MmaCache::kE4M3, 4, 2, {0, 0}, 1, 130},    // 32 rows
+    {512, MmaCache::kE4M3, 1, 2, {0, 0}, 2, 194},    // 8 rows
+    {256, MmaCache::kE4M3, 8, 2, {0, 0}, 1, 120},    // 64 rows
+    {512, MmaCache::kPacked, 8, 2, {2, 2}, 1, 213},  // packed rows: 64 rows
+    {512, MmaCache::kPacked, 4, 2, {0, 0}, 1, 165},  // 32 rows
+    {512, MmaCache::kPacked, 1, 2, {0, 0}, 2, 224},  // 8 rows
 };
 
 constexpr MmaTile find_mma_tile(int d_v, int rows, MmaCache cache) {

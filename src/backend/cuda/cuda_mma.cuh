@@ -1,11 +1,13 @@
 // The device code of cuda_mma; cuda_mma.cu says what it computes, with the shared-memory map and the layouts.
 #pragma once
 
+#include "backend/cuda/half_types.cuh"
 #include "backend/cuda/kernel_io.cuh"
 #include "backend/cuda/ptx_sm80.cuh"
 #include "backend/cuda/work_cursor.cuh"
 #include "plan/cuda_tiles.hpp"
 
+#include <iterator>
 #include <type_traits>
 
 namespace treemla::mma {
@@ -48,42 +50,6 @@ struct Config {
 // A weight may exceed 1 by this power of 2 before sums are rescaled to a new maximum: most maxima then cost nothing, and no digit of
 // a bf16 or fp16 weight is lost.
 constexpr float kSlack = 8;
-
-template <class T>
-__device__ __forceinline__ uint16_t narrow(float x) {
-  if constexpr (std::is_same_v<T, __half>)
-    return __half_as_ushort(__float2half_rn(x));
-  else
-    return __bfloat16_as_ushort(__float2bfloat16_rn(x));
-}
-
-// Two e4m3 numbers, in the upper halves of x's 16-bit words, to T: exponent and fraction move into place, and one exact multiplication
-// makes up for the difference of the exponents' biases, subnormal numbers included. Not for NaN.
-template <class T>
-__device__ __forceinline__ uint32_t widen_pair(uint32_t x) {
-  if constexpr (std::is_same_v<T, __half>) {
-    const uint32_t moved = (x & 0x80008000) | (x & 0x7F007F00) >> 1;
-    const __half2 y = __hmul2(reinterpret_cast<const __half2&>(moved), __float2half2_rn(256.0f));
-    return reinterpret_cast<const uint32_t&>(y);
-  } else {
-    const uint32_t moved = (x & 0x80008000) | (x & 0x7F007F00) >> 4;
-    const __nv_bfloat162 y =
-        __hmul2(reinterpret_cast<const __nv_bfloat162&>(moved), __float2bfloat162_rn(0x1p120f));
-    return reinterpret_cast<const uint32_t&>(y);
-  }
-}
-// Four of them, in order.
-template <class T>
-__device__ __forceinline__ uint2 widen_quad(uint32_t x) {
-  uint2 y = {widen_pair<T>(__byte_perm(x, 0, 0x1404)), widen_pair<T>(__byte_perm(x, 0, 0x3424))};
-  if (((x & 0x7F7F7F7F) + 0x01010101) & 0x80808080) {  // a NaN: 0x7F or 0xFF
-    if ((x & 0x7F) == 0x7F) y.x |= 0x7FFF;
-    if ((x >> 8 & 0x7F) == 0x7F) y.x |= 0x7FFF0000;
-    if ((x >> 16 & 0x7F) == 0x7F) y.y |= 0x7FFF;
-    if ((x >> 24 & 0x7F) == 0x7F) y.y |= 0x7FFF0000;
-  }
-  return y;
-}
 
 // Where a CTA is in the ring of key tiles, from item to item.
 struct Ring {
@@ -777,6 +743,22 @@ __global__ void __launch_bounds__(C::kThreads, C::kTile.blocks)
     while (work.next()) Worker<C, 0>(args, work.item, smem, ring).attend();
   else
     while (work.next()) Worker<C, 1>(args, work.item, smem, ring).attend();
+}
+
+// The kernel of a tile for caches of kCache and queries of type T.
+template <class T, MmaCache kCache, int i = 0>
+const void* find_kernel(const MmaTile& tile) {
+  if constexpr (i == static_cast<int>(std::size(kMmaTiles))) {
+    return nullptr;
+  } else if constexpr (kMmaTiles[i].cache != kCache) {
+    return find_kernel<T, kCache, i + 1>(tile);
+  } else {
+    constexpr const MmaTile& kTile = kMmaTiles[i];
+    if (tile.d_v != kTile.d_v || tile.row_tiles != kTile.row_tiles)
+      return find_kernel<T, kCache, i + 1>(tile);
+    return reinterpret_cast<const void*>(
+        &mma_kernel<Config<T, kTile.d_v, kTile.rows(), static_cast<int>(kCache)>>);
+  }
 }
 
 }  // namespace treemla::mma
