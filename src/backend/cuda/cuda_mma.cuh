@@ -30,6 +30,9 @@ struct Config {
   using Value = std::conditional_t<kIsPacked, __nv_bfloat16, Latent>;
   // Of an odd number of row tiles the first group has the one more.
   static constexpr int group_tiles(int group) { return (kRowTiles + 1 - group) / 2; }
+  // Rows of each tile of keys that a warp of the group copies: the group with fewer row tiles has the time.
+  static constexpr bool kOneCopies = kRowTiles % 2 == 1;  // the second group
+  static constexpr int copied_rows(int group) { return kOneCopies ? 4 * group : 2; }
   // Pieces of 16 columns that a warp accumulates; that it scores, first of the latent part; of those, whose queries it has in registers.
   static constexpr int kColumnTiles = kDv / 64;
   static constexpr int kLatentSteps = kDv / 64, kSteps = kTile.steps();
@@ -86,7 +89,7 @@ struct Worker {
   int key_end, masked_from;  // keys of this item; tiles that reach past masked_from need the mask
   uint32_t
       keys;  // address of this lane's row of a matrix of K in the ring: key l % 16, columns 8 * (l / 16) on
-  // Lane l has pool row l % 2 of this warp in tile l / 2 of the window of 16 tiles that is being copied, and what the page table says
+  // Lane l has pool row l % kCopied of this warp in tile l / kCopied of the window that is being copied, and what the page table says
   // of the same row of the next window, of a 64-bit entry the lower half: unread, so that nobody waits for it.
   uint32_t rows, next_entry;
   uint32_t q[kQSteps > 0 ? kQSteps : 1][kTiles > 0 ? kTiles : 1][2];
@@ -123,13 +126,17 @@ struct Worker {
     return any != 0;
   }
 
-  // ---- copy: a warp has two rows of each tile, 16 lanes a row, 16 bytes a lane ----
+  // ---- copy: 16 lanes a row, 16 bytes a lane ----
 
-  __device__ __forceinline__ int copied_row() const { return 8 * kGroup + 2 * quarter; }  // the first
+  static constexpr int kCopied = C::copied_rows(kGroup);  // rows of a tile that this warp copies
+  __device__ __forceinline__ int copied_row() const {     // the first
+    return kCopied * ((C::kOneCopies ? 0 : 4 * kGroup) + quarter);
+  }
   // Windows begin at multiples of their length.
-  static constexpr int kWindow = 16 * C::kKeys;
+  static constexpr int kWindowTiles = kCopied == 0 ? 1 : 32 / kCopied;
+  static constexpr int kWindow = kWindowTiles * C::kKeys;
   __device__ __forceinline__ int window_key(int window) const {
-    return window + (lane >> 1) * C::kKeys + copied_row() + (lane & 1);
+    return window + lane / kCopied * C::kKeys + copied_row() + lane % kCopied;
   }
   __device__ __forceinline__ int64_t entry_index(int key) const {
     return item.page_base + args.pages.page_size.quotient(key);
@@ -173,13 +180,17 @@ struct Worker {
     const uint32_t full = smem + C::kBarriersAt + 8 * stage, empty = full + 8 * C::kStages;
     // Until both groups are done with what was there, a round earlier. Before the first round that is so at once.
     wait_barrier(empty, ring.round ^ !wraps);
-    const uint32_t row = __shfl_sync(~0u, rows, (first_key / C::kKeys & 15) * 2 + (lane >> 4));
-    const bool ok = first_key + copied_row() + (lane >> 4) < key_end;
-    const char* from = row_at(static_cast<const char*>(args.kv) + 16 * (lane & 15), row);
-    const uint32_t to = copy_to() + stage * C::kStageBytes;
 #pragma unroll
-    for (int i = 0; i < kWholeCopies; ++i) copy16(to + 256 * i, from + 256 * i, ok);
-    if ((lane & 15) < rest_chunks()) copy16(to + 256 * kWholeCopies, from + 256 * kWholeCopies, ok);
+    for (int r = 0; r < kCopied; r += 2) {
+      const uint32_t row =
+          __shfl_sync(~0u, rows, first_key / C::kKeys % kWindowTiles * kCopied + r + (lane >> 4));
+      const bool ok = first_key + copied_row() + r + (lane >> 4) < key_end;
+      const char* from = row_at(static_cast<const char*>(args.kv) + 16 * (lane & 15), row);
+      const uint32_t to = copy_to() + stage * C::kStageBytes + r * C::kKeyStride;
+#pragma unroll
+      for (int i = 0; i < kWholeCopies; ++i) copy16(to + 256 * i, from + 256 * i, ok);
+      if ((lane & 15) < rest_chunks()) copy16(to + 256 * kWholeCopies, from + 256 * kWholeCopies, ok);
+    }
     arrive_after_copies(full);
   }
   // A row is chunks of 16 bytes, here as in the pool: the latents, a packed row's scales, the rope columns. 16 lanes copy as many at a time.
@@ -583,12 +594,14 @@ struct Worker {
       }
     };
     const uint32_t at = copy_to() + ring.stage * C::kStageBytes;
+#pragma unroll
+    for (int r = 0; r < kCopied; r += 2)
 #pragma unroll 1
-    for (int i = 0; i < kWholeCopies; ++i) {
-      uint4 x = load_shared<uint4>(at + 256 * i);
-      clear(x.x), clear(x.y), clear(x.z), clear(x.w);
-      store_shared(at + 256 * i, x);
-    }
+      for (uint32_t i = at + r * C::kKeyStride; i < at + r * C::kKeyStride + 256 * kWholeCopies; i += 256) {
+        uint4 x = load_shared<uint4>(i);
+        clear(x.x), clear(x.y), clear(x.z), clear(x.w);
+        store_shared(i, x);
+      }
   }
 
   // ---- accumulate: O^T = O^T * shrink + V^T P^T over this warp's quarter of the columns ----
@@ -774,9 +787,9 @@ struct Worker {
   __device__ __forceinline__ void clear_rope() const {
     if (args.d_rope == MmaTile::kRope) return;
     constexpr int kChunks = MmaTile::kRope * C::kRopeBytes / 16;
-    for (int i = lane; i < C::kStages * 2 * kChunks; i += 32)
-      store_shared(smem + i / (2 * kChunks) * C::kStageBytes +
-                       (copied_row() + i / kChunks % 2) * C::kKeyStride + C::kRopeAt + i % kChunks * 16,
+    for (int i = lane; i < C::kStages * kCopied * kChunks; i += 32)
+      store_shared(smem + i / (kCopied * kChunks) * C::kStageBytes +
+                       (copied_row() + i / kChunks % kCopied) * C::kKeyStride + C::kRopeAt + i % kChunks * 16,
                    uint4{0, 0, 0, 0});
   }
 
@@ -784,13 +797,15 @@ struct Worker {
 
   __device__ __forceinline__ void begin(SharedWork& work) {
     const int window = item.key_begin & -kWindow;
-    fetch_entries(window);
+    if constexpr (kCopied > 0) fetch_entries(window);
     if constexpr (!C::kIsFp8) load_q(work);
-    clear_rope();
-    find_rows(window);
-    fetch_entries(window + kWindow);
+    if constexpr (kCopied > 0) {
+      clear_rope();
+      find_rows(window);
+      fetch_entries(window + kWindow);
 #pragma unroll
-    for (int i = 0; i + 1 < C::kStages; ++i) copy(item.key_begin + i * C::kKeys, i);
+      for (int i = 0; i + 1 < C::kStages; ++i) copy(item.key_begin + i * C::kKeys, i);
+    }
     if constexpr (C::kIsFp8) {
       work.look_ahead();
       load_q(work);
@@ -814,10 +829,10 @@ struct Worker {
       wait_tile();
       Fragment own = {}, own_fifth = {};
       if constexpr (kTiles > 0) score(own, own_fifth);
-      copy(key + (C::kStages - 1) * C::kKeys, C::kStages - 1);
+      if constexpr (kCopied > 0) copy(key + (C::kStages - 1) * C::kKeys, C::kStages - 1);
       if (key + C::kKeys > masked_from) {
         __syncthreads();  // everyone has scored
-        clear_nonfinite();
+        if constexpr (kCopied > 0) clear_nonfinite();
         __syncthreads();
       }
       if constexpr (kTiles > 0) {
@@ -838,7 +853,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kTile.blocks)
   __shared__ SharedWork work;
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
   if (threadIdx.x < C::kStages) {
-    init_barrier(smem + C::kBarriersAt + 8 * threadIdx.x, C::kThreads);
+    init_barrier(smem + C::kBarriersAt + 8 * threadIdx.x, C::kOneCopies ? C::kThreads / 2 : C::kThreads);
     init_barrier(smem + C::kBarriersAt + 8 * (C::kStages + threadIdx.x), C::kThreads / 32);
   }
   allow_dependent_launch();
