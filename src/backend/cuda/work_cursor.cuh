@@ -8,48 +8,39 @@
 
 namespace treemla {
 
-// Rows [row_begin, row_end) of a request (packed (node, head) pairs, heads fastest) against its keys [key_begin, key_end).
-struct CudaWorkItem {
-  int request;             // number in the batch
-  int q_begin;             // node of row 0
-  int row_begin, row_end;  // at most rows_per_tile of them
-  int key_begin, key_end;
-  int kv_len, prefix_len;  // keys from prefix_len on are tree rows: those and only those need the mask
-  int64_t page_base;       // for pool_row()
-  int partial;  // slot of the partial result, or -1: the item covers all keys and writes the output
-};
-
 // Steps through the items of one worker. Every thread of a CTA steps alike, with no communication:
 //
 //     WorkCursor cursor(args.plan, blockIdx.x);
 //     for (CudaWorkItem item; cursor.next(item);) attend(args, item);
 //
-// Only three numbers are kept between items, so that a kernel's registers are its own; the rest is worked out again each time.
+// Only a few numbers are kept between items, so that a kernel's registers are its own; the rest is worked out again each time.
 class WorkCursor {
  public:
-  __device__ WorkCursor(const DevicePlanView& plan, int worker) : plan_(plan), worker_(worker) {
-    const int64_t from = worker * plan.header->payload;
-    const int num_active = plan.header->num_active;
-    index_ = num_active;
-    if (from >= plan.header->total_cost) return;
-    // The last request that starts at or before our piece of the line, and in it the pair that holds its first coordinate.
-    int low = 0, high = num_active;
-    while (low < high) {
-      const int middle = (low + high) / 2;
-      if (plan.requests[middle].start <= from)
-        low = middle + 1;
-      else
-        high = middle;
-    }
-    if (low == 0) return;
-    index_ = low - 1;
-    const DeviceRequest& r = plan.requests[index_];
-    const RequestCost cost = request_cost(plan.params, r.q_len, r.kv_len);
-    const int64_t tile = quotient64(from - r.start, cost.offset + cost.units * cost.full_unit);
-    row_tile_ = static_cast<int>(tile < cost.row_tiles ? tile : cost.row_tiles - 1);
+  __device__ WorkCursor(const DevicePlanView& plan, int worker)
+      : plan_(plan), worker_(worker), begins_(true) {}
+
+  // What the plan keeps of a worker.
+  __device__ static WorkerStart find_start(const DevicePlanView& plan, int worker) {
+    WorkCursor cursor(plan, worker);
+    cursor.search();
+    WorkerStart start;
+    start.has_item = cursor.next(start.item);
+    start.index = cursor.index_;
+    start.row_tile = cursor.row_tile_;
+    start.unit = cursor.unit_;
+    return start;
   }
 
   __device__ bool next(CudaWorkItem& item) {
+    if (begins_) {
+      begins_ = false;
+      const WorkerStart start = plan_.starts[worker_];
+      item = start.item;
+      index_ = start.index;
+      row_tile_ = start.row_tile;
+      unit_ = start.unit;
+      return start.has_item;
+    }
     const SplitParams& p = plan_.params;
     const int64_t payload = plan_.header->payload;
     const int num_active = plan_.header->num_active;
@@ -75,6 +66,29 @@ class WorkCursor {
   }
 
  private:
+  // The last request that starts at or before our piece of the line, and in it the pair that holds its first coordinate.
+  __device__ void search() {
+    begins_ = false;
+    const int64_t from = worker_ * plan_.header->payload;
+    const int num_active = plan_.header->num_active;
+    index_ = num_active;
+    if (from >= plan_.header->total_cost) return;
+    int low = 0, high = num_active;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (plan_.requests[middle].start <= from)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    if (low == 0) return;
+    index_ = low - 1;
+    const DeviceRequest& r = plan_.requests[index_];
+    const RequestCost cost = request_cost(plan_.params, r.q_len, r.kv_len);
+    const int64_t tile = quotient64(from - r.start, cost.offset + cost.units * cost.full_unit);
+    row_tile_ = static_cast<int>(tile < cost.row_tiles ? tile : cost.row_tiles - 1);
+  }
+
   __device__ bool fill(CudaWorkItem& item, const DeviceRequest& r, const RequestCost& cost, int64_t start,
                        int64_t payload, UnitRange owned) const {
     const SplitParams& p = plan_.params;
@@ -102,6 +116,7 @@ class WorkCursor {
 
   const DevicePlanView& plan_;
   int worker_, index_ = 0, row_tile_ = 0, unit_ = -1;
+  bool begins_;  // with what the plan keeps
 };
 
 // The same with cursor and item in shared memory, for kernels that have no register to spare: one thread steps.
