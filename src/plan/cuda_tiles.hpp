@@ -184,20 +184,17 @@ struct MmaTile {
   constexpr int stage_bytes() const { return kKeys * key_stride(); }
   // Pieces of 16 columns of a quarter of a row.
   constexpr int steps() const { return d_v / 64 + kRope / 64; }
-  constexpr int q_bytes(int group) const { return (row_tiles + 1 - group) / 2 * 4 * 256 * q_steps[group]; }
-  constexpr int parts_bytes() const { return row_tiles * 3 * 512; }
   static constexpr int kWeightStride = 2 * kKeys + 16;
   // Weights times each of the four scales of a packed row.
   constexpr int weight_copies() const { return cache == MmaCache::kPacked ? 4 : 1; }
-  constexpr int weights_bytes() const { return rows() * kWeightStride; }
-  constexpr int row_scales_bytes() const { return cache == MmaCache::k16Bit ? 0 : 4 * rows(); }
-  constexpr int smem_bytes() const {
-    return round_up(stages * stage_bytes() + q_bytes(0) + q_bytes(1) + parts_bytes() +
-                        weight_copies() * weights_bytes() + 4 * rows() + row_scales_bytes() + 16 * stages +
-                        4 * row_tiles,
-                    16) +
-           (row_tiles > 8 ? 512 : 0);
+  // Queries, three parts of the scores, weights, factors and marks; with five row tiles the fifth's softmax.
+  constexpr int group_bytes(int group) const {
+    const int tiles = (row_tiles + 1 - group) / 2;
+    const int per_tile = q_steps[group] * 4 * 256 + 3 * 512 + weight_copies() * 8 * kWeightStride + 32 +
+                         (cache == MmaCache::k16Bit ? 0 : 32) + 4;
+    return round_up(tiles * per_tile, 16) + (tiles > 4 ? 512 : 0);
   }
+  constexpr int smem_bytes() const { return stages * (stage_bytes() + 16) + group_bytes(0) + group_bytes(1); }
 
   // In hundredths of a microsecond on the H200.
   constexpr TilePolicy policy() const {
@@ -215,7 +212,7 @@ struct MmaTile {
 // The compiled instances. Widest rows first: they make the most of each loaded key.
 inline constexpr MmaTile kMmaTiles[] = {
     {512, MmaCache::k16Bit, 9, 3, {5, 0}, 1, 145},   // 72 rows: 8 heads x 9 nodes
-    {512, MmaCache::k16Bit, 8, 3, {2, 2}, 1, 107},   // 64 rows
+    {512, MmaCache::k16Bit, 8, 3, {1, 1}, 1, 107},   // 64 rows
     {512, MmaCache::k16Bit, 4, 4, {0, 0}, 1, 85},    // 32 rows
     {512, MmaCache::k16Bit, 2, 4, {0, 0}, 2, 110},   // 16 rows
     {512, MmaCache::k16Bit, 1, 4, {0, 0}, 2, 75},    // 8 rows: a decoded token of a TP8 rank

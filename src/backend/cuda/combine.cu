@@ -79,45 +79,48 @@ __global__ void __launch_bounds__(32 * kWarps, kColumns == 1 ? 4 : 3)
     if (tile < tiles) m = args.plan.merges[tile];
     const bool is_row = in_tile < m.rows;
     if (kShared == 1 && !is_row) continue;
-    const int count = is_row ? m.slots.count : 0;
+    // This warp's partials are numbers group, group + kShared, ...
+    const int count = is_row ? m.slots.count : 0, n = (count - group + kShared - 1) / kShared;
+    const auto slot = [&](int i) { return static_cast<int64_t>(m.slots.slot(group + kShared * i)); };
+    const float* from = args.partial_out + static_cast<int64_t>(in_tile) * args.d_v + first;
+    constexpr int kInFlight = kColumns == 1 ? 8 : 2;
+    float4 part[kInFlight][kColumns];
+    const auto fetch = [&](int i) {
+#pragma unroll
+      for (int k = 0; k < kInFlight; ++k)
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c)
+          if (i + k < n && first + c * kWarpColumns < args.d_v)
+            part[k][c] = *reinterpret_cast<const float4*>(from + slot(i + k) * slot_size + c * kWarpColumns);
+    };
+    fetch(0);  // ahead of the weights, which would else be waited for first
     const float* lse = args.partial_lse + in_tile;
-    float top = -INFINITY;
-    for (int j = lane; j < count; j += 32)
-      top = fmaxf(top, lse[static_cast<int64_t>(m.slots.slot(j)) * rows_per_tile]);
+    // Lane l has the lse of the warp's number l of 32.
+    const auto lse_of = [&](int i) { return i < n ? lse[slot(i) * rows_per_tile] : -INFINITY; };
+    float own_lse = lse_of(lane), top = own_lse;
+    if (kShared == 1)
+      for (int i = 32 + lane; i < n; i += 32) top = fmaxf(top, lse_of(i));
+    else
+      for (int j = lane; j < count; j += 32)
+        top = fmaxf(top, lse[static_cast<int64_t>(m.slots.slot(j)) * rows_per_tile]);
     top = warp_max(top);
 
-    float sum = 0;
+    float sum = 0, weights = weight(own_lse, top);
     float4 acc[kColumns];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) acc[c] = make_float4(0, 0, 0, 0);
-    const float* from = args.partial_out + static_cast<int64_t>(in_tile) * args.d_v + first;
-    // This warp's partials, 32 at a time: lane l has the weight of number l.
-    for (int j0 = group; j0 < count; j0 += 32 * kShared) {
-      const int mine = j0 + kShared * lane;
-      float weights = 0;
-      if (mine < count) weights = weight(lse[static_cast<int64_t>(m.slots.slot(mine)) * rows_per_tile], top);
-      const int n = min(32, (count - j0 + kShared - 1) / kShared);
-      // Loads first, so that many are on their way at once.
-      constexpr int kInFlight = kColumns == 1 ? 8 : 2;
-      for (int i = 0; i < n; i += kInFlight) {
-        float4 part[kInFlight][kColumns];
+    for (int i = 0; i < n; i += kInFlight) {
+      if (i > 0) fetch(i);
+      if (i > 0 && i % 32 == 0) weights = weight(lse_of(i + lane), top);
 #pragma unroll
-        for (int k = 0; k < kInFlight; ++k)
+      for (int k = 0; k < kInFlight; ++k) {
+        const float w = __shfl_sync(~0u, weights, (i + k) & 31);
+        if (i + k >= n || w == 0) continue;
+        sum += w;
 #pragma unroll
-          for (int c = 0; c < kColumns; ++c)
-            if (i + k < n && first + c * kWarpColumns < args.d_v)
-              part[k][c] = *reinterpret_cast<const float4*>(
-                  from + m.slots.slot(j0 + kShared * (i + k)) * slot_size + c * kWarpColumns);
-#pragma unroll
-        for (int k = 0; k < kInFlight; ++k) {
-          const float w = __shfl_sync(~0u, weights, (i + k) & 31);
-          if (i + k >= n || w == 0) continue;
-          sum += w;
-#pragma unroll
-          for (int c = 0; c < kColumns; ++c)
-            acc[c] = make_float4(fmaf(w, part[k][c].x, acc[c].x), fmaf(w, part[k][c].y, acc[c].y),
-                                 fmaf(w, part[k][c].z, acc[c].z), fmaf(w, part[k][c].w, acc[c].w));
-        }
+        for (int c = 0; c < kColumns; ++c)
+          acc[c] = make_float4(fmaf(w, part[k][c].x, acc[c].x), fmaf(w, part[k][c].y, acc[c].y),
+                               fmaf(w, part[k][c].z, acc[c].z), fmaf(w, part[k][c].w, acc[c].w));
       }
     }
     if constexpr (kShared > 1) {

@@ -42,17 +42,13 @@ struct Config {
   static constexpr int kKeyStride = kTile.key_stride(), kStageBytes = kTile.stage_bytes();
   static constexpr int kElementBytes = kIsFp8 ? 1 : 2;                                      // of a latent
   static constexpr int kRopeAt = kTile.rope_at(), kRopeBytes = kTile.rope_element_bytes();  // within a row
-  static constexpr int kQAt = kStages * kStageBytes;
-  static constexpr int q_at(int group) { return kQAt + (group == 0 ? 0 : kTile.q_bytes(0)); }
-  static constexpr int kPartsAt = kQAt + kTile.q_bytes(0) + kTile.q_bytes(1);
-  static constexpr int kWeightsAt = kPartsAt + kTile.parts_bytes(), kWeightStride = MmaTile::kWeightStride;
-  static constexpr int kWeightsBytes = kTile.weights_bytes(), kWeightCopies = kTile.weight_copies();
-  static constexpr int kShrinkAt = kWeightsAt + kWeightCopies * kWeightsBytes;
-  static constexpr int kRowScalesAt = kShrinkAt + 4 * kRows;
-  static constexpr int kBarriersAt = kRowScalesAt + kTile.row_scales_bytes();  // full, then empty
-  static constexpr int kRaisedAt = kBarriersAt + 16 * kStages;
-  static constexpr int kFifthAt = round_up(kRaisedAt + 4 * kRowTiles, 16);
-  static constexpr int kSmemBytes = kFifthAt + (group_tiles(0) > 4 ? 512 : 0);
+  static constexpr int kWeightStride = MmaTile::kWeightStride, kWeightCopies = kTile.weight_copies();
+  static constexpr int group_bytes(int group) { return kTile.group_bytes(group); }
+  static constexpr int group_at(int group) {
+    return kStages * kStageBytes + (group == 0 ? 0 : group_bytes(0));
+  }
+  static constexpr int kBarriersAt = group_at(1) + group_bytes(1);  // full, then empty
+  static constexpr int kSmemBytes = kBarriersAt + 16 * kStages;
   static_assert(kSmemBytes == kTile.smem_bytes() && kSmemBytes <= 99 * 1024 - 256);
 };
 
@@ -71,20 +67,31 @@ struct Ring {
 //
 //     S^T [16 keys, 8 rows]     keys g, g + 8 x rows t, t + 1
 //     O^T [16 columns, 8 rows]  columns g, g + 8 x rows t, t + 1
+// kGroup: 0 or 1; or kEither, if they do the same: half the instructions then, of which there are more than their cache holds.
+constexpr int kEither = -1;
 template <class C, int kGroup>
 struct Worker {
   using T = typename C::T;
-  static constexpr int kTiles = C::group_tiles(kGroup), kQSteps = C::q_steps(kGroup);
-  static constexpr int kFirstTile = kGroup == 0 ? 0 : C::group_tiles(0);
+  static constexpr int kTiles = C::group_tiles(kGroup == 1), kQSteps = C::q_steps(kGroup == 1);
   // Pieces of keys and values that are fetched before they are needed, as far as registers go.
   static constexpr int kAhead = kTiles > 4 ? 0 : 1;
-  static constexpr int kQAt = C::q_at(kGroup);
-  static_assert(kTiles <= 5);
+  static constexpr int kFirstTile = kGroup == 1 ? C::group_tiles(0) : 0;  // not with kEither
+  static_assert(kTiles <= 5 && (kGroup != kEither || kTiles == C::group_tiles(1)));
+  // Shared memory of the group, in bytes from `own` on.
+  static constexpr int kFirstOwnAt = C::group_at(0), kSecondOwnAt = C::group_at(1);
+  static constexpr int kPartsAt = (C::kSteps - kQSteps) * kTiles * 4 * 256,
+                       kWeightsAt = kPartsAt + kTiles * 3 * 512,
+                       kWeightsBytes = 8 * kTiles * C::kWeightStride,
+                       kShrinkAt = kWeightsAt + C::kWeightCopies * kWeightsBytes,
+                       kRowScalesAt = kShrinkAt + 32 * kTiles,
+                       kRaisedAt = kRowScalesAt + (C::kIsFp8 ? 32 * kTiles : 0),
+                       kFifthAt = round_up(kRaisedAt + 4 * kTiles, 16);
+  static_assert(round_up(kFifthAt + (kTiles > 4 ? 512 : 0), 16) == C::group_bytes(kGroup == 1));
 
   const KernelArgs& args;
   const CudaWorkItem& item;
   Ring& ring;
-  uint32_t smem;             // shared address of the map
+  uint32_t smem, own;        // shared addresses: of the map, of what is the group's in it
   int lane, quarter;         // of the columns: the warp's
   int key_end, masked_from;  // keys of this item; tiles that reach past masked_from need the mask
   uint32_t
@@ -103,16 +110,28 @@ struct Worker {
       : args(a), item(i), ring(r), smem(s) {
     lane = static_cast<int>(threadIdx.x) % 32;
     quarter = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) % 4;
+    own = smem + (group() == 0 ? kFirstOwnAt : kSecondOwnAt);
     key_end = item.key_end;
     masked_from = item.prefix_len < key_end ? item.prefix_len : key_end;
     keys = smem + (lane & 15) * C::kKeyStride + (lane >> 4) * 16;
     // Kept in registers: else they are worked out again at every use, which takes longer.
-    asm("" : "+r"(smem), "+r"(lane), "+r"(keys), "+r"(key_end), "+r"(masked_from));
+    asm("" : "+r"(smem), "+r"(own), "+r"(lane), "+r"(keys), "+r"(key_end), "+r"(masked_from));
+  }
+
+  __device__ __forceinline__ static int group() {
+    return kGroup == kEither ? static_cast<int>(threadIdx.x) / (C::kThreads / 2) : kGroup;
+  }
+  // The group's row tile j begins at this row of the item.
+  __device__ __forceinline__ static int tile_row(int j) {
+    return 8 * ((kGroup == kEither ? kTiles * group() : kFirstTile) + j);
   }
 
   // Of the group's four warps.
   __device__ __forceinline__ static void sync_group() {
-    asm volatile("bar.sync %0, 128;" ::"n"(1 + kGroup) : "memory");
+    if constexpr (kGroup == kEither)
+      asm volatile("bar.sync %0, 128;" ::"r"(1 + group()) : "memory");
+    else
+      asm volatile("bar.sync %0, 128;" ::"n"(1 + kGroup) : "memory");
   }
   // The same; is x true in any of its threads?
   __device__ __forceinline__ static bool sync_group_or(bool x) {
@@ -121,16 +140,16 @@ struct Worker {
         "{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %1, 0;\n\tbar.red.or.pred p, %2, 128, p;\n\tselp.s32 %0, 1, 0, "
         "p;\n\t}"
         : "=r"(any)
-        : "r"(static_cast<int>(x)), "n"(1 + kGroup)
+        : "r"(static_cast<int>(x)), "r"(1 + group())
         : "memory");
     return any != 0;
   }
 
   // ---- copy: 16 lanes a row, 16 bytes a lane ----
 
-  static constexpr int kCopied = C::copied_rows(kGroup);  // rows of a tile that this warp copies
-  __device__ __forceinline__ int copied_row() const {     // the first
-    return kCopied * ((C::kOneCopies ? 0 : 4 * kGroup) + quarter);
+  static constexpr int kCopied = C::copied_rows(kGroup == 1);  // rows of a tile that this warp copies
+  __device__ __forceinline__ int copied_row() const {          // the first
+    return kCopied * ((C::kOneCopies ? 0 : 4 * group()) + quarter);
   }
   // Windows begin at multiples of their length.
   static constexpr int kWindowTiles = kCopied == 0 ? 1 : 32 / kCopied;
@@ -231,11 +250,11 @@ struct Worker {
 
   __device__ __forceinline__ uint32_t shared_q(int j, int step) const {
     constexpr int kShared = C::kSteps - kQSteps;
-    return smem + kQAt + 256 * ((quarter * kTiles + j) * kShared + step - kQSteps) + 8 * lane;
+    return own + 256 * ((quarter * kTiles + j) * kShared + step - kQSteps) + 8 * lane;
   }
   // Row `row` of row tile j, or null.
   __device__ __forceinline__ const T* q_row(int j, int row) const {
-    const int packed = item.row_begin + 8 * (kFirstTile + j) + row;
+    const int packed = item.row_begin + tile_row(j) + row;
     if (j >= kTiles || packed >= item.row_end) return nullptr;
     const int node = packed / args.h_q, head = packed - node * args.h_q;
     return static_cast<const T*>(args.q) + (static_cast<int64_t>(item.q_begin) + node) * args.q_token_stride +
@@ -261,7 +280,7 @@ struct Worker {
   __device__ __forceinline__ void load_aligned_q(SharedWork& work) {
     constexpr int kChunks = 2 * C::kSteps, kStride = 16 * kChunks + 16, kCopies = ceil_div(8 * kChunks, 32);
     static_assert(C::kRowTiles * 4 * 8 * kStride <= C::kBarriersAt);
-    const uint32_t at = smem + (kFirstTile * 4 + quarter * kTiles) * 8 * kStride;
+    const uint32_t at = smem + (tile_row(0) * 4 + quarter * kTiles * 8) * kStride;
     const int rope_chunks = 16 * quarter < args.d_rope ? 2 : 0;
     // Lane l finds row l % 8 of row tile l / 8, and of the fifth.
     const uint64_t found = reinterpret_cast<uint64_t>(q_row(lane >> 3, lane & 7)),
@@ -364,10 +383,10 @@ struct Worker {
   }
   // Of rows 2 * pair and the next of row tile j: what their scores must be multiplied by. FP8 caches only.
   __device__ __forceinline__ uint32_t row_scale_at(int j, int pair) const {
-    return smem + C::kRowScalesAt + 4 * (8 * (kFirstTile + j) + 2 * pair);
+    return own + kRowScalesAt + 4 * (8 * j + 2 * pair);
   }
   __device__ __forceinline__ uint32_t weights_row(int j, int row) const {
-    return smem + C::kWeightsAt + (8 * (kFirstTile + j) + row) * C::kWeightStride;
+    return own + kWeightsAt + (8 * j + row) * C::kWeightStride;
   }
   // The same for 16-bit caches, of rows that 16 bytes don't divide.
   __device__ __forceinline__ void load_unaligned_q() {
@@ -391,7 +410,7 @@ struct Worker {
   using Fragment = float[4];
   // `part` is the quarter that it comes from, exclusive or the one that it goes to: 1, 2 or 3.
   __device__ __forceinline__ uint32_t part_at(int j, int part) const {
-    return smem + C::kPartsAt + ((kFirstTile + j) * 3 + part - 1) * 512 + 16 * lane;
+    return own + kPartsAt + (j * 3 + part - 1) * 512 + 16 * lane;
   }
   // Fragments of the keys' columns, piece by piece, fetched as far ahead as registers go.
   struct KeyReader {
@@ -467,7 +486,7 @@ struct Worker {
     unsigned bits = 0;
 #pragma unroll 1
     for (int e = 0; e < 4; ++e) {
-      const int packed = item.row_begin + 8 * (kFirstTile + j) + 2 * (lane & 3) + e % 2,
+      const int packed = item.row_begin + tile_row(j) + 2 * (lane & 3) + e % 2,
                 key = first_key + (lane >> 2) + e / 2 * 8;
       const bool hidden = key >= key_end || packed >= item.row_end ||
                           (key >= item.prefix_len &&
@@ -498,12 +517,10 @@ struct Worker {
       if (hidden >> e & 1) x[e] = -INFINITY;
   }
   __device__ __forceinline__ uint32_t shrink_at(int j, int pair) const {
-    return smem + C::kShrinkAt + 4 * (8 * (kFirstTile + j) + 2 * pair);
+    return own + kShrinkAt + 4 * (8 * j + 2 * pair);
   }
   // Which tile, by its first key, last raised a maximum of the row tile.
-  __device__ __forceinline__ uint32_t raised_at(int j) const {
-    return smem + C::kRaisedAt + 4 * (kFirstTile + j);
-  }
+  __device__ __forceinline__ uint32_t raised_at(int j) const { return own + kRaisedAt + 4 * j; }
   // True if this one does.
   __device__ __forceinline__ bool raise_top(State& st, const Fragment& x, int j, int first_key) const {
     float largest[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])};
@@ -538,11 +555,9 @@ struct Worker {
         const float4 scale0 = load_shared<float4>(scales_at(ring.stage, lane >> 2)),
                      scale8 = load_shared<float4>(scales_at(ring.stage, (lane >> 2) + 8));
         store_pair(at + e * C::kWeightStride, scaled(w0, scale0.x), scaled(w8, scale8.x));
-        store_pair(at + e * C::kWeightStride + C::kWeightsBytes, scaled(w0, scale0.y), scaled(w8, scale8.y));
-        store_pair(at + e * C::kWeightStride + 2 * C::kWeightsBytes, scaled(w0, scale0.z),
-                   scaled(w8, scale8.z));
-        store_pair(at + e * C::kWeightStride + 3 * C::kWeightsBytes, scaled(w0, scale0.w),
-                   scaled(w8, scale8.w));
+        store_pair(at + e * C::kWeightStride + kWeightsBytes, scaled(w0, scale0.y), scaled(w8, scale8.y));
+        store_pair(at + e * C::kWeightStride + 2 * kWeightsBytes, scaled(w0, scale0.z), scaled(w8, scale8.z));
+        store_pair(at + e * C::kWeightStride + 3 * kWeightsBytes, scaled(w0, scale0.w), scaled(w8, scale8.w));
       } else {
         store_pair(at + e * C::kWeightStride, w0, w8);
       }
@@ -556,11 +571,11 @@ struct Worker {
     store_shared(at + 16, narrow<typename C::Value>(w8));
   }
   __device__ __forceinline__ State load_fifth() const {
-    const float4 x = load_shared<float4>(smem + C::kFifthAt + 16 * lane);
+    const float4 x = load_shared<float4>(own + kFifthAt + 16 * lane);
     return {{x.x, x.y}, {x.z, x.w}};
   }
   __device__ __forceinline__ void store_fifth(const State& st) const {
-    store_shared(smem + C::kFifthAt + 16 * lane, float4{st.top[0], st.top[1], st.sum[0], st.sum[1]});
+    store_shared(own + kFifthAt + 16 * lane, float4{st.top[0], st.top[1], st.sum[0], st.sum[1]});
   }
   // Of this warp's row tiles. Two of them step by step together: each step waits for the one before.
   __device__ __forceinline__ bool softmax(Fragment& own, Fragment& own_fifth, int first_key) {
@@ -654,9 +669,8 @@ struct Worker {
   __device__ __forceinline__ void accumulate(int first_key, bool shrinks) {
     uint32_t p[kTiles][2];
     // Lane l has row l % 8 of row tile l / 16, keys 8 * (l / 8 % 2) on.
-    const uint32_t weights = smem + C::kWeightsAt + (C::kIsPacked ? quarter * C::kWeightsBytes : 0) +
-                             (8 * (kFirstTile + (lane >> 4)) + (lane & 7)) * C::kWeightStride +
-                             (lane >> 3 & 1) * 16;
+    const uint32_t weights = own + kWeightsAt + (C::kIsPacked ? quarter * kWeightsBytes : 0) +
+                             (8 * (lane >> 4) + (lane & 7)) * C::kWeightStride + (lane >> 3 & 1) * 16;
 #pragma unroll
     for (int j = 0; j + 1 < kTiles; j += 2) {
       uint32_t x[4];
@@ -690,7 +704,7 @@ struct Worker {
       if (lane >= 4) continue;
       const bool none = total == 0;
       store_shared(shrink_at(j, lane) + 4 * e, none ? -1.0f : args.value_scale / total);
-      const int row = 8 * (kFirstTile + j) + 2 * lane + e, packed = item.row_begin + row;
+      const int row = tile_row(j) + 2 * lane + e, packed = item.row_begin + row;
       if (packed >= item.row_end) continue;
       const float lse = none ? -INFINITY : (st.top[e] + log2f(total)) * 0.693147180559945309417f;
       if (item.partial >= 0)
@@ -712,7 +726,7 @@ struct Worker {
       const float2 by = load_shared<float2>(shrink_at(j, lane & 3));
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int row = 8 * (kFirstTile + j) + 2 * (lane & 3) + e;
+        const int row = tile_row(j) + 2 * (lane & 3) + e;
         if (row >= num_rows) continue;
         To* at = to + static_cast<int64_t>(row) * C::kDv;
 #pragma unroll
@@ -740,8 +754,8 @@ struct Worker {
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
       const float2 by = load_shared<float2>(shrink_at(j, lane & 3));
-      const bool there = 8 * (kFirstTile + j) + row < num_rows;
-      To* at = to + static_cast<int64_t>(8 * (kFirstTile + j) + row) * C::kDv;
+      const bool there = tile_row(j) + row < num_rows;
+      To* at = to + static_cast<int64_t>(tile_row(j) + row) * C::kDv;
 #pragma unroll
       for (int c = 0; c < C::kColumnTiles; ++c) {
         uint32_t x[2];
@@ -857,10 +871,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kTile.blocks)
     init_barrier(smem + C::kBarriersAt + 8 * (C::kStages + threadIdx.x), C::kThreads / 32);
   }
   allow_dependent_launch();
-  work.begin(args.plan, static_cast<int>(blockIdx.x));
   Ring ring;
-  while (work.next()) {
-    if (threadIdx.x < C::kThreads / 2)
+  for (bool more = work.begin(args.plan, static_cast<int>(blockIdx.x)); more; more = work.next()) {
+    if constexpr (!C::kOneCopies)
+      Worker<C, kEither>(args, work.item(), smem, ring).attend(work);
+    else if (threadIdx.x < C::kThreads / 2)
       Worker<C, 0>(args, work.item(), smem, ring).attend(work);
     else
       Worker<C, 1>(args, work.item(), smem, ring).attend(work);

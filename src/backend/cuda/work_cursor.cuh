@@ -19,6 +19,12 @@ class WorkCursor {
   __device__ WorkCursor(const DevicePlanView& plan, int worker)
       : plan_(plan), worker_(worker), begins_(true) {}
 
+  // The same, after the first item.
+  __device__ WorkCursor(const DevicePlanView& plan, int worker, const WorkerStart& start)
+      : plan_(plan), worker_(worker), begins_(false) {
+    go_on(start);
+  }
+
   // What the plan keeps of a worker.
   __device__ static WorkerStart find_start(const DevicePlanView& plan, int worker) {
     WorkCursor cursor(plan, worker);
@@ -36,9 +42,7 @@ class WorkCursor {
       begins_ = false;
       const WorkerStart start = plan_.starts[worker_];
       item = start.item;
-      index_ = start.index;
-      row_tile_ = start.row_tile;
-      unit_ = start.unit;
+      go_on(start);
       return start.has_item;
     }
     const SplitParams& p = plan_.params;
@@ -66,6 +70,12 @@ class WorkCursor {
   }
 
  private:
+  __device__ void go_on(const WorkerStart& start) {
+    index_ = start.index;
+    row_tile_ = start.row_tile;
+    unit_ = start.unit;
+  }
+
   // The last request that starts at or before our piece of the line, and in it the pair that holds its first coordinate.
   __device__ void search() {
     begins_ = false;
@@ -122,14 +132,23 @@ class WorkCursor {
 // The same with cursor and item in shared memory, for kernels that have no register to spare: one thread steps.
 //
 //     __shared__ SharedWork work;
-//     work.begin(args.plan, blockIdx.x);
-//     while (work.next()) attend(args, work.item());
+//     for (bool more = work.begin(args.plan, blockIdx.x); more; more = work.next()) attend(args, work.item());
 struct SharedWork {
-  __device__ void begin(const DevicePlanView& plan, int worker) {
-    if (!is_stepper()) return;
-    new (cursor_) WorkCursor(plan, worker);
-    current_ = 0;
-    is_ahead_ = false;
+  // The first item, read by as many threads as it has words. Also a barrier for what the CTA did to shared memory.
+  __device__ bool begin(const DevicePlanView& plan, int worker) {
+    static_assert(sizeof(CudaWorkItem) % 4 == 0);
+    const WorkerStart& start = plan.starts[worker];
+    if (threadIdx.x < sizeof(CudaWorkItem) / 4)
+      reinterpret_cast<uint32_t*>(&items_[0])[threadIdx.x] =
+          reinterpret_cast<const uint32_t*>(&start.item)[threadIdx.x];
+    if (is_stepper()) {
+      new (cursor_) WorkCursor(plan, worker, start);
+      more_[0] = start.has_item;
+      current_ = 0;
+      is_ahead_ = false;
+    }
+    __syncthreads();
+    return more_[0];
   }
   // Also a barrier for what the CTA does with shared memory.
   __device__ bool next() {
