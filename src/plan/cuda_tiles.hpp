@@ -211,22 +211,22 @@ struct MmaTile {
 
 // The compiled instances. Widest rows first: they make the most of each loaded key.
 inline constexpr MmaTile kMmaTiles[] = {
-    {512, MmaCache::k16Bit, 9, 3, {5, 0}, 1, 145},   // 72 rows: 8 heads x 9 nodes
-    {512, MmaCache::k16Bit, 8, 3, {1, 1}, 1, 107},   // 64 rows
+    {512, MmaCache::k16Bit, 9, 3, {5, 0}, 1, 150},   // 72 rows: 8 heads x 9 nodes
+    {512, MmaCache::k16Bit, 8, 3, {2, 2}, 1, 101},   // 64 rows
     {512, MmaCache::k16Bit, 4, 4, {0, 0}, 1, 85},    // 32 rows
     {512, MmaCache::k16Bit, 2, 4, {0, 0}, 2, 110},   // 16 rows
     {512, MmaCache::k16Bit, 1, 4, {0, 0}, 2, 75},    // 8 rows: a decoded token of a TP8 rank
     {256, MmaCache::k16Bit, 8, 4, {0, 0}, 1, 90},    // 64 rows
     {256, MmaCache::k16Bit, 2, 4, {0, 0}, 2, 90},    // 16 rows
-    {512, MmaCache::kE4M3, 9, 5, {6, 0}, 1, 145},    // 72 rows
-    {512, MmaCache::kE4M3, 8, 6, {2, 2}, 1, 107},    // 64 rows
-    {512, MmaCache::kE4M3, 4, 8, {0, 0}, 1, 85},     // 32 rows
-    {512, MmaCache::kE4M3, 1, 8, {0, 0}, 2, 75},     // 8 rows
+    {512, MmaCache::kE4M3, 9, 5, {6, 0}, 1, 138},    // 72 rows
+    {512, MmaCache::kE4M3, 8, 6, {2, 2}, 1, 101},    // 64 rows
+    {512, MmaCache::kE4M3, 4, 8, {0, 0}, 1, 80},     // 32 rows
+    {512, MmaCache::kE4M3, 1, 8, {0, 0}, 2, 80},     // 8 rows
     {256, MmaCache::kE4M3, 8, 8, {0, 0}, 1, 90},     // 64 rows
-    {512, MmaCache::kPacked, 9, 3, {6, 0}, 1, 155},  // packed rows: 72 rows
-    {512, MmaCache::kPacked, 8, 5, {2, 2}, 1, 117},  // 64 rows
+    {512, MmaCache::kPacked, 9, 3, {6, 0}, 1, 172},  // packed rows: 72 rows
+    {512, MmaCache::kPacked, 8, 5, {2, 2}, 1, 127},  // 64 rows
     {512, MmaCache::kPacked, 4, 7, {0, 0}, 1, 95},   // 32 rows
-    {512, MmaCache::kPacked, 1, 7, {0, 0}, 2, 80},   // 8 rows
+    {512, MmaCache::kPacked, 1, 7, {0, 0}, 2, 95},   // 8 rows
 };
 
 constexpr MmaTile find_mma_tile(int d_v, int rows, MmaCache cache) {

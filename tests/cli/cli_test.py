@@ -710,6 +710,14 @@ class PlanAndInfo(CliTest):
         self.assertRegex(text, r"predicted +4\d\d us = floor / balance \+ launch")
         self.assertRegex(self.run_ok("plan --arch h200 --s_q 9 --h_q 8 --prefix 16384"), "memory-bound")
 
+    def test_plan_of_the_whole_grid(self):
+        lines = self.run_ok("plan --arch sm_120 --grid").splitlines()
+        rows = [line.split() for line in lines if line.split()[:1] in (["1"], ["8"])]
+        self.assertEqual(len(rows), 120)
+        self.assertEqual(rows[0][:4], ["1", "1", "8", "256"])
+        self.assertEqual(rows[-1][:4], ["8", "33", "128", "65536"])
+        self.assert_refused(treemla("plan --arch sm_120 --grid --b 2"), "--grid", "together with --b")
+
     def test_packed_cache(self):
         plan = "plan --arch h200 --s_q 9 --prefix 991 --kv_dtype e4m3_packed"
         self.assertIn(" 656 kB of cache once", self.run_ok(plan))

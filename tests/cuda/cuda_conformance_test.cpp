@@ -262,7 +262,13 @@ TEST(DevicePlan, EqualsTheHostPlanItemByItem) {
     a.max_q_len = a.max_kv_len = std::numeric_limits<int32_t>::max();
     view.header = static_cast<DevicePlanHeader*>(arrays.room(sizeof(DevicePlanHeader)));
     view.requests = static_cast<DeviceRequest*>(arrays.room(sizeof(DeviceRequest) * (b + 1)));
-    view.starts = static_cast<WorkerStart*>(arrays.room(sizeof(WorkerStart) * s.num_workers));
+    view.workers = static_cast<WorkerItems*>(arrays.room(sizeof(WorkerItems) * s.num_workers));
+    view.max_items = static_cast<int>(host.items.size());
+    if (s.fixed_tiles == 0) {  // with gaps
+      view.max_items = s.num_workers;
+      for (int r = 0; r < b; ++r) view.max_items += request_cost(s, q_len[r], kv_len[r]).row_tiles;
+    }
+    view.items = static_cast<CudaWorkItem*>(arrays.room(sizeof(CudaWorkItem) * (view.max_items + 1)));
     // Pieces of a row tile, by its first output row.
     std::map<int64_t, std::vector<int>> split;
     for (const WorkItem& item : host.items)

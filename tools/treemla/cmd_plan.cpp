@@ -21,6 +21,7 @@
 #include "plan/split_plan.hpp"
 #include "plan/tiles.hpp"
 #include "progress.hpp"
+#include "table.hpp"
 #include "text.hpp"
 #include "treemla/treemla.hpp"
 
@@ -32,7 +33,7 @@ struct PlanOptions {
   int64_t b = 1, s_q = 9, h_q = 64, prefix = 4096, d_v = 512, d_rope = 64;
   std::vector<RequestSpec> requests;
   int64_t workers = 0, rows_per_tile = 64, keys_per_tile = 64, split_keys = 4096, items = 0;
-  bool batch_invariant = false, measure = false;
+  bool batch_invariant = false, measure = false, grid = false;
 };
 
 struct Batch {
@@ -130,92 +131,170 @@ void check_size(const SplitParams& params, const Batch& batch) {
   }
 }
 
+// A kernel's share of the work, and the least time that it allows.
+struct KernelPlan {
+  SplitPlan plan;
+  SplitParams params;
+  Occupancy occupancy;
+  Floor floor;
+  double seconds = 0;  // floor / balance + launch; 0: the device's rates are unknown
+};
+
+KernelPlan plan_kernel(const PlanOptions& o, const DeviceModel& device, const Batch& batch,
+                       const KernelModel& kernel, const Work& work) {
+  KernelPlan k;
+  int workers = device.num_sms;
+  if (!kernel.backend.empty() && device.arch != "cpu") {
+    k.occupancy = occupancy(device, kernel);
+    workers *= std::max(1, k.occupancy.blocks);
+  }
+  if (o.workers > 0) workers = static_cast<int>(o.workers);
+  k.params.tile = kernel.tile;
+  k.params.h_q = static_cast<int>(o.h_q);
+  k.params.num_workers = workers;
+  if (o.batch_invariant)
+    k.params.fixed_tiles = static_cast<int>(ceil_div<int64_t>(o.split_keys, kernel.tile.keys_per_tile));
+  check_size(k.params, batch);
+  k.plan = make_split_plan(k.params, batch.q_len, batch.kv_len);
+  k.floor = floor_time(work, device, kernel.tensor_cores);
+  if (k.floor.seconds() > 0) k.seconds = k.floor.seconds() / k.plan.balance() + device.launch_us * 1e-6;
+  return k;
+}
+
 // Everything of one kernel.
 std::string describe_kernel(const PlanOptions& o, const DeviceModel& device, const Batch& batch,
                             const KernelModel& kernel, const Work& work) {
-  std::string s;
-  int workers = device.num_sms;
   const bool is_gpu = device.arch != "cpu";
-  if (!kernel.backend.empty()) {
-    s += fmt::format("kernel       {}\n", kernel.backend);
-    if (is_gpu) {
-      const Occupancy occ = occupancy(device, kernel);
-      workers *= std::max(1, occ.blocks);
-      s += fmt::format(
-          "block        {} threads, {} registers a thread, {} shared memory; {} a SM ({:.0f}% of its "
-          "threads), limited by {}\n",
-          kernel.threads_per_block, kernel.regs_per_thread, bytes_text(kernel.smem_per_block_bytes),
-          occ.blocks, 100.0 * occ.blocks * kernel.threads_per_block / device.max_threads_per_sm, occ.limit);
-    }
-  } else {
+  const KernelPlan k = plan_kernel(o, device, batch, kernel, work);
+  const int workers = k.params.num_workers;
+  std::string s;
+  if (kernel.backend.empty()) {
     s += fmt::format(
         "kernel       none{} for {} in this build: this is a plan for a tile of {} x {} (--rows_per_tile,\n"
         "             --keys_per_tile), one worker a SM, and not for a kernel that exists here\n",
         kernel.tensor_cores ? " with tensor cores" : "", device.arch, o.rows_per_tile, o.keys_per_tile);
+  } else {
+    s += fmt::format("kernel       {}\n", kernel.backend);
+    if (is_gpu)
+      s += fmt::format(
+          "block        {} threads, {} registers a thread, {} shared memory; {} a SM ({:.0f}% of its "
+          "threads), limited by {}\n",
+          kernel.threads_per_block, kernel.regs_per_thread, bytes_text(kernel.smem_per_block_bytes),
+          k.occupancy.blocks,
+          100.0 * k.occupancy.blocks * kernel.threads_per_block / device.max_threads_per_sm,
+          k.occupancy.limit);
   }
-  if (o.workers > 0) workers = static_cast<int>(o.workers);
-
-  SplitParams params;
-  params.tile = kernel.tile;
-  params.h_q = static_cast<int>(o.h_q);
-  params.num_workers = workers;
-  if (o.batch_invariant)
-    params.fixed_tiles = static_cast<int>(ceil_div<int64_t>(o.split_keys, kernel.tile.keys_per_tile));
-  check_size(params, batch);
-  const SplitPlan plan = make_split_plan(params, batch.q_len, batch.kv_len);
-  s += describe(plan);
+  s += describe(k.plan);
   s += fmt::format("loads        every cached row {:.1f} times, once a row tile\n",
-                   loads_per_row(params, batch));
-  if (is_gpu) {
+                   loads_per_row(k.params, batch));
+  if (is_gpu)
     s += fmt::format("waves        {:.2f} of {} workers\n",
-                     static_cast<double>(plan.busy_workers()) / workers, workers);
-  }
+                     static_cast<double>(k.plan.busy_workers()) / workers, workers);
 
-  const Floor floor = floor_time(work, device, kernel.tensor_cores);
-  if (floor.seconds() == 0) {
+  if (k.seconds == 0) {
     s += "predicted    unknown: this device's rates are\n";
   } else {
-    const double predicted = floor.seconds() / plan.balance() + device.launch_us * 1e-6;
-    s += fmt::format("floor        memory {}, {} {}: {}-bound\n", time_text(floor.memory_s),
-                     kernel.tensor_cores ? "bf16 matrix" : "float32 FMA", time_text(floor.compute_s),
-                     floor.bound());
-    s += fmt::format("predicted    {} = floor / balance{}\n", time_text(predicted),
+    s += fmt::format("floor        memory {}, {} {}: {}-bound\n", time_text(k.floor.memory_s),
+                     kernel.tensor_cores ? "bf16 matrix" : "float32 FMA", time_text(k.floor.compute_s),
+                     k.floor.bound());
+    s += fmt::format("predicted    {} = floor / balance{}\n", time_text(k.seconds),
                      device.launch_us > 0 ? " + launch" : "");
     s += "             the least that this split allows: latency, padded rows, repeated loads and partials "
          "are left out\n";
   }
-  if (o.items > 0) s += "\n" + list_items(plan, static_cast<int>(o.items));
+  if (o.items > 0) s += "\n" + list_items(k.plan, static_cast<int>(o.items));
   return s;
 }
 
-int run_plan(const PlanOptions& o) {
-  const DeviceModel device = device_of(o);
-  const Batch batch = make_batch(o);
+// A shape: its work, and the kernels that this build has for it.
+struct Shape {
+  Batch batch;
+  Work work;
+  std::vector<KernelModel> kernels;
+};
+
+Shape make_shape(const PlanOptions& o, const DeviceModel& device) {
   const MlaShape shape{static_cast<int>(o.h_q), static_cast<int>(o.d_v), static_cast<int>(o.d_rope)};
   const DType q_dtype = parse_dtype(o.dtype),
               kv_dtype = o.kv_dtype.empty() ? q_dtype : parse_dtype(o.kv_dtype);
   check_kv_widths(shape, kv_dtype);
-  const Work work = count_work(shape, batch.q_len, batch.kv_len, q_dtype, kv_dtype, q_dtype);
-
-  std::string s = describe(device) + "\n";
-  s += fmt::format("problem      {} request{}, h_q {}, d_v {}, d_rope {}, q {}, cache {}\n",
-                   batch.q_len.size(), batch.q_len.size() == 1 ? "" : "s", o.h_q, o.d_v, o.d_rope,
-                   dtype_name(q_dtype), dtype_name(kv_dtype));
-  s += fmt::format("work         {}, {} of cache once, {} of q, out and lse: {:.0f} FLOP/byte\n\n",
-                   metric_text(work.flops, "FLOP"), metric_text(work.kv_bytes, "B"),
-                   metric_text(work.io_bytes, "B"), work.bytes() > 0 ? work.flops / work.bytes() : 0);
-
-  std::vector<KernelModel> kernels = kernel_models(
-      device, shape, kv_dtype, static_cast<int>(batch.q_len.size()), batch.max_rows, batch.max_keys);
+  Shape x;
+  x.batch = make_batch(o);
+  x.work = count_work(shape, x.batch.q_len, x.batch.kv_len, q_dtype, kv_dtype, q_dtype);
+  x.kernels = kernel_models(device, shape, kv_dtype, static_cast<int>(x.batch.q_len.size()), x.batch.max_rows,
+                            x.batch.max_keys);
   // 16-bit caches deserve tensor cores: what those could do is shown even where no kernel uses them.
   const bool wants_tensor_cores = device.arch != "cpu" && o.dtype != "fp32";
   const bool has_tensor_cores =
-      std::any_of(kernels.begin(), kernels.end(), [](const KernelModel& k) { return k.tensor_cores; });
-  if (kernels.empty() || (wants_tensor_cores && !has_tensor_cores))
-    kernels.push_back(generic_kernel(o, batch.max_rows));
-  for (std::size_t i = 0; i < kernels.size(); ++i) {
+      std::any_of(x.kernels.begin(), x.kernels.end(), [](const KernelModel& k) { return k.tensor_cores; });
+  if (x.kernels.empty() || (wants_tensor_cores && !has_tensor_cores))
+    x.kernels.push_back(generic_kernel(o, x.batch.max_rows));
+  return x;
+}
+
+// The shapes that other libraries were measured on, a line each, by the kernel that allows the least time.
+int plan_grid(PlanOptions o) {
+  const DeviceModel device = device_of(o);
+  print(describe(device) + "\n");
+  const Table table({{"b", Align::kRight, 3},
+                     {"s_q"},
+                     {"h_q"},
+                     {"prefix"},
+                     {"kernel", Align::kLeft, 16},
+                     {"tile", Align::kRight, 8},
+                     {"workers"},
+                     {"memory", Align::kRight, 8},
+                     {"compute", Align::kRight, 8},
+                     {"bound", Align::kLeft, 7},
+                     {"predicted"},
+                     {"of floor"}});
+  print(table.header());
+  for (const int64_t b : {1, 8})
+    for (const int64_t s_q : {1, 9, 33})
+      for (const int64_t h_q : {8, 16, 64, 128})
+        for (const int64_t prefix : {256, 1024, 4096, 16384, 65536}) {
+          if (reader_gone()) return kSuccess;
+          o.b = b, o.s_q = s_q, o.h_q = h_q, o.prefix = prefix;
+          const Shape x = make_shape(o, device);
+          KernelPlan best;
+          const KernelModel* kernel = nullptr;
+          for (const KernelModel& k : x.kernels) {
+            KernelPlan plan = plan_kernel(o, device, x.batch, k, x.work);
+            if (kernel != nullptr && plan.seconds >= best.seconds) continue;
+            best = std::move(plan);
+            kernel = &k;
+          }
+          const bool known = best.seconds > 0;
+          const auto time = [&](double seconds) { return known ? time_text(seconds) : std::string("-"); };
+          print(table.line({fmt::format("{}", b), fmt::format("{}", s_q), fmt::format("{}", h_q),
+                            fmt::format("{}", prefix), kernel->backend.empty() ? "-" : kernel->backend,
+                            fmt::format("{} x {}", kernel->tile.rows_per_tile, kernel->tile.keys_per_tile),
+                            fmt::format("{}", best.params.num_workers), time(best.floor.memory_s),
+                            time(best.floor.compute_s), known ? best.floor.bound() : "-", time(best.seconds),
+                            known ? percent_text(best.floor.seconds() / best.seconds) : "-"}));
+        }
+  print(
+      "\npredicted: floor / balance of the split + launch, the least that it allows; latency, padded rows, "
+      "repeated loads and "
+      "partials are left out\n");
+  return kSuccess;
+}
+
+int run_plan(const PlanOptions& o) {
+  const DeviceModel device = device_of(o);
+  const Shape x = make_shape(o, device);
+  const DType q_dtype = parse_dtype(o.dtype),
+              kv_dtype = o.kv_dtype.empty() ? q_dtype : parse_dtype(o.kv_dtype);
+  const std::size_t b = x.batch.q_len.size();
+  std::string s = describe(device) + "\n";
+  s += fmt::format("problem      {} request{}, h_q {}, d_v {}, d_rope {}, q {}, cache {}\n", b,
+                   b == 1 ? "" : "s", o.h_q, o.d_v, o.d_rope, dtype_name(q_dtype), dtype_name(kv_dtype));
+  s += fmt::format("work         {}, {} of cache once, {} of q, out and lse: {:.0f} FLOP/byte\n\n",
+                   metric_text(x.work.flops, "FLOP"), metric_text(x.work.kv_bytes, "B"),
+                   metric_text(x.work.io_bytes, "B"), x.work.bytes() > 0 ? x.work.flops / x.work.bytes() : 0);
+  for (std::size_t i = 0; i < x.kernels.size(); ++i) {
     if (i > 0) s += "\n";
-    s += describe_kernel(o, device, batch, kernels[i], work);
+    s += describe_kernel(o, device, x.batch, x.kernels[i], x.work);
   }
   print(s);
   return kSuccess;
@@ -239,7 +318,7 @@ Run add_plan(CLI::App& app) {
   CLI::Option* s_q = add_int(*cmd, "--s_q", o->s_q, 0, kMaxNodes, "tree nodes of each, root included");
   CLI::Option* prefix = add_int(*cmd, "--prefix", o->prefix, 0, kMaxPrefix, "cached tokens before the tree");
   CLI::Option* requests = add_requests(*cmd, o->requests);
-  add_int(*cmd, "--h_q", o->h_q, 1, kMaxHeads, "query heads");
+  CLI::Option* h_q = add_int(*cmd, "--h_q", o->h_q, 1, kMaxHeads, "query heads");
   add_int(*cmd, "--d_v", o->d_v, 1, 4096, "latent width");
   add_int(*cmd, "--d_rope", o->d_rope, 0, 4096, "rope width");
   add_choice(*cmd, "--dtype", o->dtype, query_dtypes(), "of queries and outputs");
@@ -250,14 +329,18 @@ Run add_plan(CLI::App& app) {
   add_int(*cmd, "--rows_per_tile", o->rows_per_tile, 1, 4096,
           "where this build has no kernel for the device");
   add_int(*cmd, "--keys_per_tile", o->keys_per_tile, 1, 4096, "the same");
-  add_int(*cmd, "--items", o->items, 0, 1000000, "list so many work items");
+  CLI::Option* items = add_int(*cmd, "--items", o->items, 0, 1000000, "list so many work items");
+  CLI::Option* grid = cmd->add_flag(
+      "--grid", o->grid, "a line for each of 120 shapes: b, s_q, h_q and prefix as others are measured");
   cmd->add_flag("--measure", o->measure, "measure this CPU's rates first (--arch cpu)");
-  cmd->footer(footer({"treemla plan --arch h200 --b 8 --s_q 33 --h_q 8 --prefix 65536",
-                      "treemla plan --arch cpu --measure --requests 300:9,63:1 --items 20"},
-                     ""));
-  return [o, requests, b, s_q, prefix] {
+  cmd->footer(footer(
+      {"treemla plan --arch h200 --b 8 --s_q 33 --h_q 8 --prefix 65536", "treemla plan --arch sm_120 --grid",
+       "treemla plan --arch cpu --measure --requests 300:9,63:1 --items 20"},
+      ""));
+  return [o, requests, b, s_q, prefix, h_q, items, grid] {
     check_excludes(requests, {b, s_q, prefix});
-    return run_plan(*o);
+    check_excludes(grid, {requests, b, s_q, prefix, h_q, items});
+    return o->grid ? plan_grid(*o) : run_plan(*o);
   };
 }
 

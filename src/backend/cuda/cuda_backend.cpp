@@ -57,13 +57,13 @@ T* at(void* workspace, std::size_t offset) {
 struct CudaPlan : BackendPlan {
   CudaInstance kernel;
   SplitParams params;
-  int num_slots = 0, max_merges = 0;
+  int num_slots = 0, max_items = 0, max_merges = 0;
   int64_t max_q_len = 0, max_kv_len = 0;
   int words = 0;
   int blocks_per_sm = 0, regs = 0;
   // Places in the workspace.
-  std::size_t header = 0, requests = 0, starts = 0, merges = 0, inert_nodes = 0, bits = 0, partial_out = 0,
-              partial_lse = 0, bytes = 0;
+  std::size_t header = 0, requests = 0, workers = 0, items = 0, merges = 0, inert_nodes = 0, bits = 0,
+              partial_out = 0, partial_lse = 0, bytes = 0;
   std::string device;
 
   std::size_t workspace_bytes() const override { return bytes; }
@@ -72,11 +72,13 @@ struct CudaPlan : BackendPlan {
     DevicePlanView v;
     v.params = params;
     v.num_slots = num_slots;
+    v.max_items = max_items;
     v.max_merges = max_merges;
     v.header = at<DevicePlanHeader>(workspace, header);
     v.requests = at<DeviceRequest>(workspace, requests);
     if (!kernel.splits) return v;
-    v.starts = at<WorkerStart>(workspace, starts);
+    v.workers = at<WorkerItems>(workspace, workers);
+    v.items = at<CudaWorkItem>(workspace, items);
     v.merges = at<MergeTile>(workspace, merges);
     v.inert_nodes = at<int>(workspace, inert_nodes);
     return v;
@@ -219,11 +221,12 @@ std::unique_ptr<BackendPlan> CudaBackend::plan(const VerifyProblem& p, const Run
   if (needs_bits(p))
     plan->bits = layout.add(sizeof(uint32_t) * static_cast<std::size_t>(plan->words * p.q.total_q));
   if (k.splits) {
-    int64_t slots = 2 * static_cast<int64_t>(s.num_workers), merges = s.num_workers;
+    const int64_t row_tiles = rows_of(p) / s.tile.rows_per_tile + std::min<int64_t>(p.b, p.q.total_q);
+    int64_t slots = 2 * static_cast<int64_t>(s.num_workers), merges = s.num_workers,
+            items = row_tiles + s.num_workers;
     if (options.batch_invariant) {
       s.fixed_tiles =
           ceil_div(options.split_keys > 0 ? options.split_keys : kDefaultSplitKeys, s.tile.keys_per_tile);
-      const int64_t row_tiles = rows_of(p) / s.tile.rows_per_tile + std::min<int64_t>(p.b, p.q.total_q);
       const int64_t units =
           ceil_div(plan->max_kv_len, static_cast<int64_t>(s.fixed_tiles) * s.tile.keys_per_tile);
       if (units > 0 && row_tiles > kInt32Max / units)
@@ -232,12 +235,14 @@ std::unique_ptr<BackendPlan> CudaBackend::plan(const VerifyProblem& p, const Run
             fmt::format(
                 "split_keys = {} gives {} row tiles {} splits each: use longer splits, or give max_kv_len",
                 options.split_keys, row_tiles, units));
-      slots = row_tiles * units;
+      items = slots = row_tiles * units;
       merges = row_tiles;
     }
     plan->num_slots = static_cast<int>(slots);
+    plan->max_items = static_cast<int>(items);
     plan->max_merges = static_cast<int>(merges);
-    plan->starts = layout.add(sizeof(WorkerStart) * static_cast<std::size_t>(s.num_workers));
+    plan->workers = layout.add(sizeof(WorkerItems) * static_cast<std::size_t>(s.num_workers));
+    plan->items = layout.add(sizeof(CudaWorkItem) * static_cast<std::size_t>(items));
     plan->merges = layout.add(sizeof(MergeTile) * static_cast<std::size_t>(merges));
     plan->inert_nodes = layout.add(sizeof(int) * static_cast<std::size_t>(p.q.total_q));
     const std::size_t rows = static_cast<std::size_t>(slots) * s.tile.rows_per_tile;

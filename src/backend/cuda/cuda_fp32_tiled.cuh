@@ -3,7 +3,7 @@
 
 #include "backend/cuda/kernel_io.cuh"
 #include "backend/cuda/ptx_sm80.cuh"
-#include "backend/cuda/work_cursor.cuh"
+#include "backend/cuda/work_list.cuh"
 #include "plan/cuda_tiles.hpp"
 
 namespace treemla::fp32_tiled {
@@ -629,8 +629,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) fp32_tiled_kernel(const __grid
 #if defined(__CUDA_ARCH__)
   if constexpr (C::kSmemBytes <= most_smem_bytes(__CUDA_ARCH__)) {
     extern __shared__ __align__(128) unsigned char smem[];
-    WorkCursor cursor(args.plan, blockIdx.x);
-    for (CudaWorkItem item; cursor.next(item);) Worker<C>(args, item, smem).attend();
+    WorkList list(args.plan, blockIdx.x);
+    for (CudaWorkItem item; list.next(item);) Worker<C>(args, item, smem).attend();
   }
 #endif
 }

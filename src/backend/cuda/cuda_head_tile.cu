@@ -30,7 +30,7 @@
 #include "backend/cuda/cuda_backend.hpp"
 #include "backend/cuda/cuda_backends.hpp"
 #include "backend/cuda/kernel_io.cuh"
-#include "backend/cuda/work_cursor.cuh"
+#include "backend/cuda/work_list.cuh"
 #include "plan/cuda_tiles.hpp"
 
 namespace treemla {
@@ -221,8 +221,8 @@ template <class C>
 __global__ void __launch_bounds__(kThreads, 3) head_tile_kernel(const __grid_constant__ KernelArgs args) {
   extern __shared__ float4 dynamic_smem[];
   Shared<C>& smem = *reinterpret_cast<Shared<C>*>(dynamic_smem);
-  WorkCursor cursor(args.plan, blockIdx.x);
-  for (CudaWorkItem item; cursor.next(item);) {
+  WorkList list(args.plan, blockIdx.x);
+  for (CudaWorkItem item; list.next(item);) {
     float acc[C::rows_per_thread][4] = {};
     __syncthreads();  // the last item is written
     load_queries(args, item, smem);

@@ -20,16 +20,28 @@
 //
 //     wait for tile i | score, send parts | copy tile i + 2 | meet | softmax | meet | accumulate | release tile i
 //
-// The ring has two mbarriers a stage: full, for 256 threads whose copies have landed, and empty, for 8 warps that are done. A warp
-// copies two rows of each tile by 16-byte cp.async, whatever the page size; page entries are fetched 16 tiles ahead.
+// The ring has two mbarriers a stage: full, for all threads whose copies have landed, and empty, for 8 warps that are done. A warp copies
+// two rows of each tile by 16-byte cp.async, whatever the page size; with an odd number of row tiles the group that has one less copies
+// all of them. Page entries are fetched 8 or 16 tiles ahead.
+//
+// FP8 rows lie in the ring as they lie in the pool and are widened in registers, fragment by fragment. e4m3 is exact in fp16; so are the
+// scores' products, for each query row is multiplied by a power of two that brings it below 2^15. Of 16 bytes of a key row, lane l finds
+// columns 4 * (l % 4) to 4 * (l % 4) + 3, which serve as columns t, t + 1, t + 8, t + 9 of the piece: queries are laid out alike. Of V^T
+// it finds two neighbouring columns of two keys, which become rows g and g + 8 of a fragment. A packed row's four scales meet its scores in
+// float32, after the latents and before the rope; for its values they are multiplied into the weights, one copy a scale, in bf16, for
+// fp16 has not the range.
 //
 // Shared memory, bytes                       72 rows    64 rows    32 rows
 //     ring     [stages][16 keys][1,168]       56,064     56,064     74,752     1,152 of a row and 16: 8 rows meet 32 banks
-//     q        fragments of 256               25,600     16,384          0
-//     parts    [row tiles][3][32 lanes][16]   13,824     12,288      6,144
-//     weights  [rows][48]                      3,456      3,072      1,536     16 keys of 2 and 16: as above
-//     shrink, barriers, marks, a fifth tile      896        336        208
-//                                             99,840     88,144     82,640     sm_86, sm_89, sm_120: 101,376
+//     of each group:
+//       q        fragments of 256             25,600      8,192          0
+//       parts    [row tiles][3][32][16]        7,680      6,144      3,072
+//       weights  [rows][48]                    1,920      1,536        768     16 keys of 2 and 16: as above
+//       shrink, marks, a fifth tile              704        144         80
+//     barriers                                    48         48         64
+//                                             99,840     88,144     82,656     sm_86, sm_89, sm_120: 101,376
+//
+// (72 rows: the first group's; the other has a row tile less and its queries in registers.)
 //
 // Budget, 64 rows x 16 keys of d_v 512, in cycles of an SM of the H200: tensor cores 68 mma a warp, 8 cycles each, two warps a
 // scheduler: 1,088; shared memory (fragments of K twice, of V twice, parts, weights, copies) about 1,100; so either would allow 500

@@ -4,7 +4,7 @@
 #include "backend/cuda/half_types.cuh"
 #include "backend/cuda/kernel_io.cuh"
 #include "backend/cuda/ptx_sm80.cuh"
-#include "backend/cuda/work_cursor.cuh"
+#include "backend/cuda/work_list.cuh"
 #include "plan/cuda_tiles.hpp"
 
 #include <iterator>
@@ -67,7 +67,7 @@ struct Ring {
 //
 //     S^T [16 keys, 8 rows]     keys g, g + 8 x rows t, t + 1
 //     O^T [16 columns, 8 rows]  columns g, g + 8 x rows t, t + 1
-// kGroup: 0 or 1; or kEither, if they do the same: half the instructions then, of which there are more than their cache holds.
+// kGroup: 0 or 1; or kEither, if they do the same: fewer instructions then, of which there are more than their cache holds.
 constexpr int kEither = -1;
 template <class C, int kGroup>
 struct Worker {
@@ -93,6 +93,7 @@ struct Worker {
   Ring& ring;
   uint32_t smem, own;        // shared addresses: of the map, of what is the group's in it
   int lane, quarter;         // of the columns: the warp's
+  int which;                 // group
   int key_end, masked_from;  // keys of this item; tiles that reach past masked_from need the mask
   uint32_t
       keys;  // address of this lane's row of a matrix of K in the ring: key l % 16, columns 8 * (l / 16) on
@@ -109,7 +110,9 @@ struct Worker {
   __device__ __forceinline__ Worker(const KernelArgs& a, const CudaWorkItem& i, uint32_t s, Ring& r)
       : args(a), item(i), ring(r), smem(s) {
     lane = static_cast<int>(threadIdx.x) % 32;
-    quarter = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) % 4;
+    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+    quarter = warp % 4;
+    which = warp / 4;
     own = smem + (group() == 0 ? kFirstOwnAt : kSecondOwnAt);
     key_end = item.key_end;
     masked_from = item.prefix_len < key_end ? item.prefix_len : key_end;
@@ -118,29 +121,32 @@ struct Worker {
     asm("" : "+r"(smem), "+r"(own), "+r"(lane), "+r"(keys), "+r"(key_end), "+r"(masked_from));
   }
 
-  __device__ __forceinline__ static int group() {
-    return kGroup == kEither ? static_cast<int>(threadIdx.x) / (C::kThreads / 2) : kGroup;
-  }
+  __device__ __forceinline__ int group() const { return kGroup == kEither ? which : kGroup; }
   // The group's row tile j begins at this row of the item.
-  __device__ __forceinline__ static int tile_row(int j) {
+  __device__ __forceinline__ int tile_row(int j) const {
     return 8 * ((kGroup == kEither ? kTiles * group() : kFirstTile) + j);
   }
 
   // Of the group's four warps.
-  __device__ __forceinline__ static void sync_group() {
-    if constexpr (kGroup == kEither)
-      asm volatile("bar.sync %0, 128;" ::"r"(1 + group()) : "memory");
+  template <int kBarrier>
+  __device__ __forceinline__ static void sync() {
+    asm volatile("bar.sync %0, 128;" ::"n"(kBarrier) : "memory");
+  }
+  __device__ __forceinline__ void sync_group() const {
+    if (group() == 0)
+      sync<1>();
     else
-      asm volatile("bar.sync %0, 128;" ::"n"(1 + kGroup) : "memory");
+      sync<2>();
   }
   // The same; is x true in any of its threads?
-  __device__ __forceinline__ static bool sync_group_or(bool x) {
+  template <int kBarrier>
+  __device__ __forceinline__ static bool sync_or(bool x) {
     int any;
     asm volatile(
         "{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %1, 0;\n\tbar.red.or.pred p, %2, 128, p;\n\tselp.s32 %0, 1, 0, "
         "p;\n\t}"
         : "=r"(any)
-        : "r"(static_cast<int>(x)), "r"(1 + group())
+        : "r"(static_cast<int>(x)), "n"(kBarrier)
         : "memory");
     return any != 0;
   }
@@ -266,18 +272,55 @@ struct Worker {
     else
       store_shared(shared_q(j, step), uint2{x0, x1});
   }
-  __device__ __forceinline__ void load_q(SharedWork& work) {
-    const bool aligned = reinterpret_cast<uintptr_t>(args.q) % 16 == 0 &&
-                         (args.q_token_stride | args.q_head_stride) % 8 == 0;  // the same in both groups
-    if constexpr (C::kIsFp8)
-      load_scaled_q(aligned);
-    else if (aligned)
-      load_aligned_q(work);
-    else
-      load_unaligned_q();
+  // Queries on their way. Lane l has columns 8 * (l % 4) on of each piece of 32 columns of row l / 4, of rope columns of the piece of 16.
+  struct QueryLoads {
+    static constexpr int kPieces = C::kLatentSteps / 2 + 1;
+    uint4 x[kTiles > 0 ? kTiles : 1][kPieces];
+  };
+  template <bool kAligned>
+  __device__ __forceinline__ void fetch_q(QueryLoads& loads) const {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      const T* row = q_row(j, lane >> 2);
+      if (row != nullptr) row += 8 * (lane & 3);
+#pragma unroll
+      for (int i = 0; i < QueryLoads::kPieces; ++i) {
+        const bool is_rope = i + 1 == QueryLoads::kPieces;
+        loads.x[j][i] = {0, 0, 0, 0};
+        if (row == nullptr || (is_rope && ((lane & 3) >= 2 || 16 * quarter >= args.d_rope))) continue;
+        const T* from = row + (is_rope ? C::kDv + 16 * quarter : C::kDv / 4 * quarter + 32 * i);
+        if constexpr (kAligned)
+          loads.x[j][i] = __ldg(reinterpret_cast<const uint4*>(from));
+        else
+          loads.x[j][i] = eight_of(from);
+      }
+    }
   }
-  // A warp's quarter of its rows goes through shared memory, of which nothing else is in use yet, so that 16 bytes are loaded at a time.
-  __device__ __forceinline__ void load_aligned_q(SharedWork& work) {
+  // Fragments of two steps, by four lanes that transpose what they have: word i of lane l goes to word l of lane i.
+  __device__ __forceinline__ void keep_q(const QueryLoads& loads) {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int i = 0; i < QueryLoads::kPieces; ++i) {
+        uint32_t x[4] = {loads.x[j][i].x, loads.x[j][i].y, loads.x[j][i].z, loads.x[j][i].w};
+        permute(x);
+#pragma unroll
+        for (int r = 1; r < 4; ++r) x[r] = __shfl_xor_sync(~0u, x[r], r);
+        permute(x);
+        keep_q(j, 2 * i, x[0], x[1]);
+        if (2 * i + 1 < C::kSteps) keep_q(j, 2 * i + 1, x[2], x[3]);
+      }
+  }
+  // Word i becomes word i ^ (l % 4).
+  __device__ __forceinline__ void permute(uint32_t (&x)[4]) const {
+    const bool odd = lane & 1, high = lane & 2;
+    const uint32_t y[4] = {odd ? x[1] : x[0], odd ? x[0] : x[1], odd ? x[3] : x[2], odd ? x[2] : x[3]};
+    x[0] = high ? y[2] : y[0], x[1] = high ? y[3] : y[1], x[2] = high ? y[0] : y[2],
+    x[3] = high ? y[1] : y[3];
+  }
+  // The same by way of shared memory, of which nothing else is in use yet. Five row tiles: there it is faster, though no key is copied
+  // meanwhile.
+  __device__ __forceinline__ void load_staged_q(bool aligned) {
     constexpr int kChunks = 2 * C::kSteps, kStride = 16 * kChunks + 16, kCopies = ceil_div(8 * kChunks, 32);
     static_assert(C::kRowTiles * 4 * 8 * kStride <= C::kBarriersAt);
     const uint32_t at = smem + (tile_row(0) * 4 + quarter * kTiles * 8) * kStride;
@@ -295,13 +338,14 @@ struct Worker {
             __shfl_sync(~0u, j < 4 ? found : found_fifth, 8 * (j & 3) + (row & 7)));
         if (row >= 8) continue;
         const bool ok = from != nullptr && rope < rope_chunks;
-        copy16(at + (8 * j + row) * kStride + 16 * chunk,
-               ok ? from + (rope < 0 ? C::kDv / 4 * quarter + 8 * chunk : C::kDv + 16 * quarter + 8 * rope)
-                  : args.q,
-               ok);
+        const uint32_t to = at + (8 * j + row) * kStride + 16 * chunk;
+        if (ok) from += rope < 0 ? C::kDv / 4 * quarter + 8 * chunk : C::kDv + 16 * quarter + 8 * rope;
+        if (aligned || !ok)
+          copy16(to, ok ? from : args.q, ok);
+        else
+          store_shared(to, eight_of(from));
       }
     commit_copies();
-    work.look_ahead();
     wait_copies<0>();
     __syncwarp();
     // Fragments of two steps at once: lane l addresses row l % 8, chunk l / 8.
@@ -374,6 +418,10 @@ struct Worker {
       }
     }
   }
+  __device__ __forceinline__ static uint4 eight_of(const T* from) {
+    return {load_two(from, false), load_two(from + 2, false), load_two(from + 4, false),
+            load_two(from + 6, false)};
+  }
   __device__ __forceinline__ static uint32_t load_two(const T* from, bool aligned) {
     const uint16_t* x = reinterpret_cast<const uint16_t*>(from);
     return aligned ? *reinterpret_cast<const uint32_t*>(x) : x[0] | static_cast<uint32_t>(x[1]) << 16;
@@ -388,22 +436,6 @@ struct Worker {
   __device__ __forceinline__ uint32_t weights_row(int j, int row) const {
     return own + kWeightsAt + (8 * j + row) * C::kWeightStride;
   }
-  // The same for 16-bit caches, of rows that 16 bytes don't divide.
-  __device__ __forceinline__ void load_unaligned_q() {
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-      const uint16_t* row = reinterpret_cast<const uint16_t*>(q_row(j, lane >> 2));
-#pragma unroll
-      for (int i = 0; i < C::kSteps; ++i) {
-        const int column =
-            (i < C::kLatentSteps ? C::kDv / 4 * quarter + 16 * i : C::kDv + 16 * quarter) + 2 * (lane & 3);
-        const bool ok = row != nullptr && (i < C::kLatentSteps || 16 * quarter < args.d_rope);
-        keep_q(j, i, ok ? row[column] | static_cast<uint32_t>(row[column + 1]) << 16 : 0,
-               ok ? row[column + 8] | static_cast<uint32_t>(row[column + 9]) << 16 : 0);
-      }
-    }
-  }
-
   // ---- score: S^T over this warp's quarter of the columns. Row tile j of a group belongs to quarter j % 4, which keeps its own part; the
   // others' go to shared memory ----
 
@@ -743,6 +775,35 @@ struct Worker {
       }
     }
   }
+  // float32 rows aligned to 8 bytes, two columns at a time. Lanes 4 apart have neighbouring columns of the same two rows: each takes a row.
+  // FP8: a lane has both columns.
+  __device__ __forceinline__ void write_pairs(float* to) const {
+    const int odd = C::kIsFp8 ? 0 : lane >> 2 & 1, num_rows = item.row_end - item.row_begin;
+    to += 16 * C::kColumnTiles * quarter + (C::kIsFp8 ? 2 * (lane >> 2) : lane >> 2 & 6);
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      const float2 by = load_shared<float2>(shrink_at(j, lane & 3));
+      const int row = tile_row(j) + 2 * (lane & 3) + odd;
+      float* at = to + static_cast<int64_t>(row) * C::kDv;
+#pragma unroll
+      for (int c = 0; c < C::kColumnTiles; ++c) {
+        const float x[4] = {finished(out[c][j][0], by.x), finished(out[c][j][1], by.y),
+                            finished(out[c][j][2], by.x), finished(out[c][j][3], by.y)};
+        if constexpr (C::kIsFp8) {
+          if (row < num_rows) *reinterpret_cast<float2*>(at + 16 * c) = {x[0], x[2]};
+          if (row + 1 < num_rows) *reinterpret_cast<float2*>(at + 16 * c + C::kDv) = {x[1], x[3]};
+        } else {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float other = __shfl_xor_sync(~0u, odd ? x[2 * h] : x[2 * h + 1], 4);
+            if (row < num_rows)
+              *reinterpret_cast<float2*>(at + 16 * c + 8 * h) =
+                  odd ? float2{other, x[2 * h + 1]} : float2{x[2 * h], other};
+          }
+        }
+      }
+    }
+  }
   // 16-bit outputs whose rows are aligned to 8 bytes. Fragments are transposed, so that a lane has columns t, t + 1 of row g and of the
   // eight columns after; neighbours swap halves, and a lane stores four columns. FP8: it has every other of four columns, and the others.
   template <class To>
@@ -788,7 +849,9 @@ struct Worker {
     sync_group();
     const int64_t first = (static_cast<int64_t>(item.q_begin) * args.h_q + item.row_begin) * C::kDv;
     if (item.partial >= 0)
-      write_rows(args.partial_out + static_cast<int64_t>(item.partial) * C::kRows * C::kDv);
+      write_pairs(args.partial_out + static_cast<int64_t>(item.partial) * C::kRows * C::kDv);
+    else if (args.out_dtype == DType::kF32 && reinterpret_cast<uintptr_t>(args.out) % 8 == 0)
+      write_pairs(static_cast<float*>(args.out) + first);
     else if (args.out_dtype == DType::kF32)
       write_rows(static_cast<float*>(args.out) + first);
     else if (args.out_dtype == DType::kBF16)
@@ -812,7 +875,18 @@ struct Worker {
   __device__ __forceinline__ void begin(SharedWork& work) {
     const int window = item.key_begin & -kWindow;
     if constexpr (kCopied > 0) fetch_entries(window);
-    if constexpr (!C::kIsFp8) load_q(work);
+    const bool aligned =
+        reinterpret_cast<uintptr_t>(args.q) % 16 == 0 && (args.q_token_stride | args.q_head_stride) % 8 == 0;
+    constexpr bool kStaged = !C::kIsFp8 && C::kRowTiles > 8;
+    [[maybe_unused]] QueryLoads queries;
+    if constexpr (kStaged)
+      load_staged_q(aligned);
+    else if constexpr (!C::kIsFp8) {
+      if (aligned)
+        fetch_q<true>(queries);
+      else
+        fetch_q<false>(queries);
+    }
     if constexpr (kCopied > 0) {
       clear_rope();
       find_rows(window);
@@ -820,10 +894,11 @@ struct Worker {
 #pragma unroll
       for (int i = 0; i + 1 < C::kStages; ++i) copy(item.key_begin + i * C::kKeys, i);
     }
-    if constexpr (C::kIsFp8) {
-      work.look_ahead();
-      load_q(work);
-    }
+    work.look_ahead();
+    if constexpr (C::kIsFp8)
+      load_scaled_q(aligned);
+    else if constexpr (!kStaged)
+      keep_q(queries);
 #pragma unroll
     for (int c = 0; c < C::kColumnTiles; ++c)
 #pragma unroll
@@ -835,9 +910,20 @@ struct Worker {
     if (lane < kTiles) store_shared(raised_at(lane), -1);  // whoever raises first does so after sync_group()
   }
 
-  // The groups have the ring of keys in common and nothing else: while one waits for its softmax the other keeps the tensor cores busy.
   __device__ __forceinline__ void attend(SharedWork& work) {
     begin(work);
+    if constexpr (kGroup != kEither)
+      attend_keys<1 + kGroup>();
+    else if (group() == 0)
+      attend_keys<1>();
+    else
+      attend_keys<2>();
+    if constexpr (kTiles > 0) write();
+  }
+  // The groups have the ring of keys in common and nothing else: while one waits for its softmax the other keeps the tensor cores busy. The
+  // loop is there twice, with each group's barrier a constant: in a register, or chosen each time, it takes 4% longer.
+  template <int kBarrier>
+  __device__ __forceinline__ void attend_keys() {
 #pragma unroll 1
     for (int key = item.key_begin; key < key_end; key += C::kKeys) {
       wait_tile();
@@ -850,13 +936,12 @@ struct Worker {
         __syncthreads();
       }
       if constexpr (kTiles > 0) {
-        sync_group();  // the parts are there
-        const bool shrinks = sync_group_or(softmax(own, own_fifth, key));
+        sync<kBarrier>();  // the parts are there
+        const bool shrinks = sync_or<kBarrier>(softmax(own, own_fifth, key));
         accumulate(key, shrinks);
       }
       release_tile();
     }
-    if constexpr (kTiles > 0) write();
   }
 };
 

@@ -25,7 +25,7 @@
 #include "backend/cuda/cuda_backend.hpp"
 #include "backend/cuda/cuda_backends.hpp"
 #include "backend/cuda/kernel_io.cuh"
-#include "backend/cuda/work_cursor.cuh"
+#include "backend/cuda/work_list.cuh"
 #include "plan/cuda_tiles.hpp"
 
 namespace treemla {

@@ -35,7 +35,7 @@
 #include "backend/cuda/cuda_backend.hpp"
 #include "backend/cuda/cuda_backends.hpp"
 #include "backend/cuda/kernel_io.cuh"
-#include "backend/cuda/work_cursor.cuh"
+#include "backend/cuda/work_list.cuh"
 #include "plan/cuda_tiles.hpp"
 
 namespace treemla {
@@ -288,6 +288,7 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm<C>())
   Shared<C>& smem = *reinterpret_cast<Shared<C>*>(dynamic_smem);
   __shared__ SharedWork work;
   for (bool more = work.begin(args.plan, static_cast<int>(blockIdx.x)); more; more = work.next()) {
+    work.look_ahead();
     load_query(args, work.item(), smem);
     __syncthreads();
     attend(args, work.item(), smem);

@@ -3,7 +3,7 @@
 //
 //     lengths, page_indptr --> checked, inert ones dropped --> prefix sums of cost and units --> requests, total, payload
 //
-// A second kernel spells out what every layer would else have to find again: each worker's first item, the row tiles whose keys were
+// A second kernel spells out what every layer would else have to find again: each worker's items, the row tiles whose keys were
 // split, and the nodes that no request attends.
 //
 // Nothing here trusts what it reads: a request whose lengths or tables lie comes out inert, and the header says which.
@@ -13,6 +13,7 @@
 #include "backend/cuda/cuda_check.hpp"
 #include "backend/cuda/device_plan.hpp"
 #include "backend/cuda/work_cursor.cuh"
+#include "backend/cuda/work_list.cuh"
 
 namespace treemla {
 namespace {
@@ -83,16 +84,16 @@ __device__ DeviceRequest read_request(const PlanArgs& args, int r, uint64_t* fau
 
 struct Sums {
   int64_t cost;
-  int units, active;
+  int units, tiles, active;
 };
 
 __device__ Sums operator+(const Sums& a, const Sums& b) {
-  return {a.cost + b.cost, a.units + b.units, a.active + b.active};
+  return {a.cost + b.cost, a.units + b.units, a.tiles + b.tiles, a.active + b.active};
 }
 
 __device__ Sums shuffle_up(const Sums& s, int step) {
   return {__shfl_up_sync(~0u, s.cost, step), __shfl_up_sync(~0u, s.units, step),
-          __shfl_up_sync(~0u, s.active, step)};
+          __shfl_up_sync(~0u, s.tiles, step), __shfl_up_sync(~0u, s.active, step)};
 }
 
 // Sums of the threads before this one; `total` becomes that of all. `warp_sums` has kWarps elements.
@@ -106,19 +107,19 @@ __device__ Sums exclusive_scan(const Sums& mine, Sums* warp_sums, Sums& total) {
   __syncthreads();  // the last round's readers are done
   if (lane == 31) warp_sums[warp] = inclusive;
   __syncthreads();
-  Sums before = {0, 0, 0};
-  total = {0, 0, 0};
+  Sums before = {0, 0, 0, 0};
+  total = {0, 0, 0, 0};
   for (int w = 0; w < kWarps; ++w) {
     if (w == warp) before = total;
     total = total + warp_sums[w];
   }
   return {before.cost + inclusive.cost - mine.cost, before.units + inclusive.units - mine.units,
-          before.active + inclusive.active - mine.active};
+          before.tiles + inclusive.tiles - mine.tiles, before.active + inclusive.active - mine.active};
 }
 
 __device__ void lay_out_requests(const PlanArgs& args, uint64_t* fault) {
   __shared__ Sums warp_sums[kWarps];
-  Sums base = {0, 0, 0};
+  Sums base = {0, 0, 0, 0};
   for (int first = 0; first < args.b; first += kPlanThreads) {
     const int r = first + threadIdx.x;
     DeviceRequest d;
@@ -130,10 +131,12 @@ __device__ void lay_out_requests(const PlanArgs& args, uint64_t* fault) {
     const bool active = cost.row_tiles > 0;
     Sums total;
     const Sums before =
-        base + exclusive_scan({cost.total(), cost.row_tiles * cost.units, active}, warp_sums, total);
+        base +
+        exclusive_scan({cost.total(), cost.row_tiles * cost.units, cost.row_tiles, active}, warp_sums, total);
     if (active) {
       d.start = before.cost;
       d.unit_base = before.units;
+      d.tile_base = before.tiles;
       args.plan.requests[before.active] = d;
     }
     base = base + total;
@@ -199,6 +202,20 @@ __global__ void __launch_bounds__(kPlanThreads) device_plan_kernel(const __grid_
   if (node < args.total_q) write_bits(args, static_cast<int>(node), &args.plan.header->fault);
 }
 
+__device__ void list_items(const DevicePlanView& plan, int worker) {
+  WorkCursor cursor(plan, worker);
+  WorkerItems w = {};
+  for (CudaWorkItem item; cursor.next(item); ++w.count) {
+    if (cursor.place() >= plan.max_items) break;  // only lengths that lie come here
+    if (w.count == 0) {
+      w.item = item;
+      w.first = cursor.place();
+    }
+    plan.items[cursor.place()] = item;
+  }
+  plan.workers[worker] = w;
+}
+
 // Blocks of three kinds: for workers, for nodes, and one for each request.
 constexpr int kWorkThreads = 64;
 __global__ void __launch_bounds__(kWorkThreads)
@@ -207,7 +224,7 @@ __global__ void __launch_bounds__(kWorkThreads)
   int block = static_cast<int>(blockIdx.x);
   if (block < worker_blocks) {
     const int worker = block * kWorkThreads + static_cast<int>(threadIdx.x);
-    if (worker < plan.params.num_workers) plan.starts[worker] = WorkCursor::find_start(plan, worker);
+    if (worker < plan.params.num_workers) list_items(plan, worker);
     return;
   }
   block -= worker_blocks;
@@ -237,9 +254,9 @@ __global__ void __launch_bounds__(kWorkThreads)
 
 __global__ void list_items_kernel(const __grid_constant__ DevicePlanView plan, int max_items, WorkItem* items,
                                   int* counts) {
-  WorkCursor cursor(plan, blockIdx.x);
+  WorkList list(plan, blockIdx.x);
   int n = 0;
-  for (CudaWorkItem item; n < max_items && cursor.next(item); ++n) {
+  for (CudaWorkItem item; n < max_items && list.next(item); ++n) {
     WorkItem& w = items[static_cast<int64_t>(blockIdx.x) * max_items + n];
     w.worker = blockIdx.x;
     w.request = item.request;
@@ -290,7 +307,7 @@ void launch_device_plan(const PlanArgs& args, cudaStream_t stream) {
   const int blocks = 1 + (converts ? static_cast<int>(ceil_div<int64_t>(args.total_q, kPlanThreads)) : 0);
   device_plan_kernel<<<blocks, kPlanThreads, 0, stream>>>(args);
   check_launch("device_plan_kernel");
-  if (args.plan.starts == nullptr) return;
+  if (args.plan.workers == nullptr) return;
   const int worker_blocks = ceil_div(args.plan.params.num_workers, kWorkThreads),
             node_blocks = static_cast<int>(ceil_div<int64_t>(args.total_q, kWorkThreads));
   device_work_kernel<<<worker_blocks + node_blocks + args.b, kWorkThreads, 0, stream>>>(

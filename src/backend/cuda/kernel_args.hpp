@@ -1,5 +1,5 @@
 // What every CUDA kernel is given: one struct by value, filled by cuda_backend.cpp from the checked problem. Plain data, so that
-// host code may include it; the device functions that read it are in kernel_io.cuh and work_cursor.cuh.
+// host code may include it; the device functions that read it are in kernel_io.cuh and work_list.cuh.
 #pragma once
 
 #include <cstdint>
@@ -61,7 +61,7 @@ struct DeviceRequest {
   int kv_len = 0;
   int unit_base = 0;  // units before it
   int request = 0;    // number in the batch
-  int pad = 0;
+  int tile_base = 0;  // row tiles before it
 };
 
 // Rows [row_begin, row_end) of a request (packed (node, head) pairs, heads fastest) against its keys [key_begin, key_end).
@@ -75,11 +75,11 @@ struct CudaWorkItem {
   int partial;  // slot of the partial result, or -1: the item covers all keys and writes the output
 };
 
-// A worker's first item, and where its cursor goes on: finding it takes longer than reading it, and the plan serves every layer.
-struct WorkerStart {
+// A worker's items are items[first] to items[first + count - 1]. The first is here as well: reading it is what a kernel begins with.
+// Finding items takes longer than reading them, and one plan serves every layer.
+struct WorkerItems {
   CudaWorkItem item;
-  int index, row_tile, unit;
-  bool has_item;
+  int first = 0, count = 0;
 };
 
 // A row tile whose keys were split.
@@ -99,14 +99,15 @@ struct DevicePlanHeader {
 
 struct DevicePlanView {
   SplitParams params;
-  int num_slots = 0;   // partial slots there are: no kernel writes past them whatever the lengths say
-  int max_merges = 0;  // that there is room for
+  int num_slots = 0;  // partial slots there are: no kernel writes past them whatever the lengths say
+  int max_items = 0, max_merges = 0;  // that there is room for
   DevicePlanHeader* header = nullptr;
   DeviceRequest* requests = nullptr;  // [b], header->num_active of them, in batch order
   // Kernels that split keys only:
-  WorkerStart* starts = nullptr;  // [num_workers]
-  MergeTile* merges = nullptr;    // [max_merges], header->num_merges of them, in no order
-  int* inert_nodes = nullptr;     // [total_q], header->num_inert nodes that no request attends
+  WorkerItems* workers = nullptr;  // [num_workers]
+  CudaWorkItem* items = nullptr;   // [max_items], with gaps
+  MergeTile* merges = nullptr;     // [max_merges], header->num_merges of them, in no order
+  int* inert_nodes = nullptr;      // [total_q], header->num_inert nodes that no request attends
 };
 
 // ---- tensors ----

@@ -1,0 +1,95 @@
+// A worker's items, as device_plan.cu listed them.
+#pragma once
+
+#include "backend/cuda/kernel_args.hpp"
+
+namespace treemla {
+
+// Every thread of a CTA steps alike, with no communication:
+//
+//     WorkList list(args.plan, blockIdx.x);
+//     for (CudaWorkItem item; list.next(item);) attend(args, item);
+class WorkList {
+ public:
+  __device__ WorkList(const DevicePlanView& plan, int worker) {
+    const WorkerItems& w = plan.workers[worker];
+    next_ = plan.items + w.first;
+    left_ = w.count;
+  }
+  __device__ bool next(CudaWorkItem& item) {
+    if (left_ == 0) return false;
+    item = *next_++;
+    --left_;
+    return true;
+  }
+
+ private:
+  const CudaWorkItem* next_;
+  int left_;
+};
+
+// The same in shared memory, for kernels that have no register to spare:
+//
+//     __shared__ SharedWork work;
+//     for (bool more = work.begin(args.plan, blockIdx.x); more; more = work.next()) attend(args, work);
+//
+// where attend() calls look_ahead() once. begin() and next() are barriers for what the CTA does with shared memory.
+struct SharedWork {
+  __device__ bool begin(const DevicePlanView& plan, int worker) {
+    const WorkerItems& w = plan.workers[worker];
+    copy(items_[0], w.item);
+    if (threadIdx.x == 0) {
+      next_ = plan.items + w.first + 1;
+      left_ = w.count;
+      current_ = 0;
+    }
+    __syncthreads();
+    return left_ > 0;
+  }
+  __device__ bool next() {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      ++next_;
+      --left_;
+      current_ ^= 1;
+    }
+    __syncthreads();
+    return left_ > 0;
+  }
+  // The present item, until next().
+  __device__ const CudaWorkItem& item() const { return items_[current_]; }
+  // Reads the item after it, so that next() does not wait for that. For every thread to call, while its own loads are on their way.
+  __device__ void look_ahead() {
+    if (left_ > 1) copy(items_[current_ ^ 1], *next_);
+  }
+
+ private:
+  // By as many threads as it has words.
+  __device__ static void copy(CudaWorkItem& to, const CudaWorkItem& from) {
+    static_assert(sizeof(CudaWorkItem) % 4 == 0);
+    if (threadIdx.x < sizeof(CudaWorkItem) / 4)
+      reinterpret_cast<uint32_t*>(&to)[threadIdx.x] = reinterpret_cast<const uint32_t*>(&from)[threadIdx.x];
+  }
+
+  CudaWorkItem items_[2];
+  const CudaWorkItem* next_;
+  int left_;
+  int current_;
+};
+
+// Index in plan.requests of the active request that owns a query node, or -1: the node's rows are inert.
+__device__ inline int find_request(const DevicePlanView& plan, int node) {
+  int low = 0, high = plan.header->num_active;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (plan.requests[middle].q_begin <= node)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  if (low == 0) return -1;
+  const DeviceRequest& r = plan.requests[low - 1];
+  return node < r.q_begin + r.q_len ? low - 1 : -1;
+}
+
+}  // namespace treemla
