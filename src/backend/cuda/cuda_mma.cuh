@@ -338,8 +338,8 @@ struct Worker {
             __shfl_sync(~0u, j < 4 ? found : found_fifth, 8 * (j & 3) + (row & 7)));
         if (row >= 8) continue;
         const bool ok = from != nullptr && rope < rope_chunks;
-        const uint32_t to = at + (8 * j + row) * kStride + 16 * chunk;
         if (ok) from += rope < 0 ? C::kDv / 4 * quarter + 8 * chunk : C::kDv + 16 * quarter + 8 * rope;
+        const uint32_t to = at + (8 * j + row) * kStride + 16 * chunk;
         if (aligned || !ok)
           copy16(to, ok ? from : args.q, ok);
         else
@@ -872,7 +872,7 @@ struct Worker {
 
   // ---- a work item ----
 
-  __device__ __forceinline__ void begin(SharedWork& work) {
+  __device__ __forceinline__ void begin(SharedWork<C::kThreads>& work) {
     const int window = item.key_begin & -kWindow;
     if constexpr (kCopied > 0) fetch_entries(window);
     const bool aligned =
@@ -910,7 +910,7 @@ struct Worker {
     if (lane < kTiles) store_shared(raised_at(lane), -1);  // whoever raises first does so after sync_group()
   }
 
-  __device__ __forceinline__ void attend(SharedWork& work) {
+  __device__ __forceinline__ void attend(SharedWork<C::kThreads>& work) {
     begin(work);
     if constexpr (kGroup != kEither)
       attend_keys<1 + kGroup>();
@@ -949,7 +949,7 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kTile.blocks)
     mma_kernel(const __grid_constant__ KernelArgs args) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  __shared__ SharedWork work;
+  __shared__ SharedWork<C::kThreads> work;
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
   if (threadIdx.x < C::kStages) {
     init_barrier(smem + C::kBarriersAt + 8 * threadIdx.x, C::kOneCopies ? C::kThreads / 2 : C::kThreads);

@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm<C>())
     warp_per_key_kernel(const __grid_constant__ KernelArgs args) {
   extern __shared__ float4 dynamic_smem[];
   Shared<C>& smem = *reinterpret_cast<Shared<C>*>(dynamic_smem);
-  __shared__ SharedWork work;
+  __shared__ SharedWork<kThreads> work;
   for (bool more = work.begin(args.plan, static_cast<int>(blockIdx.x)); more; more = work.next()) {
     work.look_ahead();
     load_query(args, work.item(), smem);

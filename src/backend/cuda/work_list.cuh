@@ -30,15 +30,16 @@ class WorkList {
 
 // The same in shared memory, for kernels that have no register to spare:
 //
-//     __shared__ SharedWork work;
+//     __shared__ SharedWork<kThreads> work;
 //     for (bool more = work.begin(args.plan, blockIdx.x); more; more = work.next()) attend(args, work);
 //
 // where attend() calls look_ahead() once. begin() and next() are barriers for what the CTA does with shared memory.
+template <int kThreads>
 struct SharedWork {
   __device__ bool begin(const DevicePlanView& plan, int worker) {
     const WorkerItems& w = plan.workers[worker];
     copy(items_[0], w.item);
-    if (threadIdx.x == 0) {
+    if (is_stepper()) {
       next_ = plan.items + w.first + 1;
       left_ = w.count;
       current_ = 0;
@@ -48,7 +49,7 @@ struct SharedWork {
   }
   __device__ bool next() {
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if (is_stepper()) {
       ++next_;
       --left_;
       current_ ^= 1;
@@ -64,6 +65,8 @@ struct SharedWork {
   }
 
  private:
+  // The last thread: its warp has less to do than the first in cuda_mma, where groups of warps differ.
+  __device__ static bool is_stepper() { return threadIdx.x == kThreads - 1; }
   // By as many threads as it has words.
   __device__ static void copy(CudaWorkItem& to, const CudaWorkItem& from) {
     static_assert(sizeof(CudaWorkItem) % 4 == 0);
