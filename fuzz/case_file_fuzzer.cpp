@@ -76,6 +76,7 @@ void edit(Json& header, Random& random) {
                                         "none", "e",     "2147483647", "2147483648", "0.5",  "4096", ""});
     if (random() % 8 == 0) entry->erase(entry->begin().key());
     if (random() % 8 == 0) (*entry)["kv_scale"] = "0.25";
+    if (random() % 8 == 0) (*entry)["kv_layout"] = "e4m3_packed";
     return;
   }
   if (!entry->is_object() || !entry->contains("shape") || !entry->contains("dtype")) return;
@@ -83,7 +84,7 @@ void edit(Json& header, Random& random) {
   switch (random() % 6) {
     case 0:
       (*entry)["dtype"] =
-          pick<const char*>(random, {"F32", "F16", "BF16", "F8_E4M3", "I32", "I64", "BOOL", "F4"});
+          pick<const char*>(random, {"F32", "F16", "BF16", "F8_E4M3", "I32", "I64", "BOOL", "U8", "F4"});
       break;
     case 1:
       if (shape.is_array()) shape.push_back(random() % 4);

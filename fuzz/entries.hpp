@@ -35,7 +35,7 @@ inline unsigned touch(const void* data, std::size_t bytes) {
 inline void touch_problem(const VerifyProblem& p) {
   constexpr int64_t kMaxRows = 4096;
   const int64_t row_bytes =
-      static_cast<int64_t>(p.shape.d_qk()) * static_cast<int64_t>(dtype_bytes(p.kv.dtype));
+      kv_row_elements(p.shape, p.kv.dtype) * static_cast<int64_t>(dtype_bytes(p.kv.dtype));
   const auto* entries = static_cast<const int32_t*>(p.pages.entries);
   int64_t rows = 0;
   for (int r = 0; r < p.b; ++r) {
@@ -71,7 +71,7 @@ inline bool run_case_file(std::span<const uint8_t> input) {
   require(again.shape.h_q == c.shape.h_q && again.shape.d_v == c.shape.d_v &&
               again.shape.d_rope == c.shape.d_rope && again.sm_scale == c.sm_scale &&
               again.page_size == c.page_size && again.mask == c.mask && again.kv_scale == c.kv_scale &&
-              again.source == c.source,
+              again.kv_packed == c.kv_packed && again.source == c.source,
           "the fields survive");
   require(again.tensors().size() == c.tensors().size(), "the tensors survive");
   for (const CaseTensor& t : c.tensors()) {

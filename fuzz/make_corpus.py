@@ -160,6 +160,24 @@ def case_files():
     files["bad_truncated"] = files["tree"][:-7]
     files["bad_length_huge"] = struct.pack("<Q", 2**63) + files["tree"][8:]
     files["bad_length_only"] = struct.pack("<Q", 2)
+
+    # Packed rows: 128 latents, a scale, 2 rope. They come last: the seeds above keep their random numbers.
+    def packed(name, kv="U8", row_bytes=128 + 4 + 4, d_v=128, **changes):
+        m, t = case(rng, [[-1, 0]], [1], h_q=1, d_v=d_v, expected=False)
+        rows = t["kv"][1][0]
+        scale = struct.pack("<f", 0.3)
+        row = bytes(rng.randrange(0x38, 0x48) for _ in range(128)) + scale + b"\x80\x3f" * 2
+        t["kv"] = (kv, [rows, row_bytes], row[:row_bytes] * rows)
+        m.update({"kv_layout": "e4m3_packed", **changes})
+        files[name] = pack(container({k: v for k, v in m.items() if v is not None}, t))
+
+    packed("packed")
+    packed("packed_scaled", kv_scale="0.5")
+    packed("bad_packed_layout", kv_layout="packed")
+    packed("bad_packed_plain", kv_layout=None)
+    packed("bad_packed_dtype", kv="F8_E4M3")
+    packed("bad_packed_row", row_bytes=130)
+    packed("bad_packed_d_v", d_v=64, row_bytes=66)
     return files
 
 

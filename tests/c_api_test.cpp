@@ -192,6 +192,11 @@ TEST(CApi, ErrorsNameTheArgument) {
   }
   {
     Tiny t;
+    t.problem.kv_dtype = TREEMLA_F8E4M3_PACKED;
+    expect_error(treemla_check(&t.problem, nullptr), TREEMLA_INVALID_ARGUMENT, "shape.d_v", "e4m3_packed");
+  }
+  {
+    Tiny t;
     t.problem.q_dtype = 77;
     expect_error(treemla_check(&t.problem, nullptr), TREEMLA_INVALID_ARGUMENT, "q.dtype", "77");
   }

@@ -92,6 +92,21 @@ Case small_case(const std::string& dtype = "F32") {
   return c;
 }
 
+// The same requests on packed rows of 128 + 4 + 4 bytes.
+Case packed_case() {
+  Case c = small_case("BF16");
+  c.shape = {.h_q = 2, .d_v = 128, .d_rope = 2};
+  c.kv_packed = true;
+  const std::vector<uint16_t> q(4 * 2 * 130, 0x3F80);
+  std::vector<uint8_t> kv(10 * 136);
+  for (std::size_t i = 0; i < kv.size(); ++i) kv[i] = static_cast<uint8_t>(i * 37);
+  const std::vector<float> out(4 * 2 * 128);
+  c.set("q", "BF16", {4, 2, 130}, q.data());
+  c.set("kv", "U8", {10, 136}, kv.data());
+  c.set("expected_out", "F32", {4, 2, 128}, out.data());
+  return c;
+}
+
 struct Parts {
   std::string header;  // without padding
   std::string buffer;
@@ -244,6 +259,62 @@ TEST(CaseFile, EveryDTypeMaskAndOptionalTensorSurvives) {
       EXPECT_TRUE(serialize_case(again) == file) << dtype;
       EXPECT_EQ(again.problem().mask.parents != nullptr, mask == MaskKind::kTree);
     }
+  }
+}
+
+TEST(CaseFile, PackedRowsSurvive) {
+  const Case c = packed_case();
+  const Bytes file = serialize_case(c);
+  EXPECT_THAT(split(file).header,
+              AllOf(HasSubstr("\"lse_base\":\"e\",\"kv_layout\":\"e4m3_packed\",\"source\""),
+                    HasSubstr("\"kv\":{\"dtype\":\"U8\",\"shape\":[10,136]")));
+  Case again = parse_case(file.data(), file.size());
+  EXPECT_TRUE(again.kv_packed);
+  EXPECT_TRUE(same_tensors(again, c));
+  EXPECT_TRUE(serialize_case(again) == file);
+  const VerifyProblem p = again.problem();
+  EXPECT_EQ(p.kv.dtype, DType::kF8E4M3Packed);
+  EXPECT_EQ(p.kv.data, again.find("kv")->data);
+  EXPECT_EQ(p.kv.row_stride, 0);
+  EXPECT_EQ(p.kv.num_pages, 5);
+
+  // Turned into a case of plain rows, it says nothing of a layout.
+  const std::vector<uint16_t> plain(10 * 130);
+  again.set("kv", "BF16", {10, 130}, plain.data());
+  again.kv_packed = false;
+  EXPECT_THAT(split(serialize_case(again)).header, testing::Not(HasSubstr("kv_layout")));
+}
+
+TEST(CaseFile, PackedRowsThatLieAreNamed) {
+  const auto lie = [](const std::string& from, const std::string& to) {
+    return parse_message(edited(from, to, packed_case()));
+  };
+  const std::string layout = "\"kv_layout\":\"e4m3_packed\",";
+  EXPECT_THAT(lie(layout, ""), HasSubstr("x.kdtr: kv: dtype U8, must be F32 or F16 or BF16 or F8_E4M3"));
+  EXPECT_THAT(lie("e4m3_packed", "packed"),
+              HasSubstr("x.kdtr: kv_layout: \"packed\", must be \"e4m3_packed\""));
+  EXPECT_THAT(lie("[10,136]", "[8,170]"),
+              HasSubstr("x.kdtr: kv: shape [8, 170], must be [rows, row_bytes] = [any, 136]"));
+  EXPECT_THAT(lie("\"dtype\":\"U8\"", "\"dtype\":\"I8\""), HasSubstr("x.kdtr: kv: dtype I8, must be U8"));
+  EXPECT_THAT(lie("\"d_v\":\"128\"", "\"d_v\":\"127\""),
+              HasSubstr("x.kdtr: d_v: shape.d_v = 127 must be a multiple of 128"));
+  EXPECT_THAT(lie("\"d_rope\":\"2\"", "\"d_rope\":\"3\""),
+              HasSubstr("x.kdtr: d_rope: shape.d_rope = 3 must be even"));
+  EXPECT_THAT(parse_message(edited("\"lse_base\"", layout + "\"lse_base\"")),
+              HasSubstr("x.kdtr: d_v: shape.d_v = 4 must be a multiple of 128"));
+}
+
+// The scales are float32, whatever the file calls the bytes that they are stored as.
+TEST(CaseFile, MisalignedPackedRowsAreCopied) {
+  Case c = packed_case();
+  for (int extra = 1; extra < 4; ++extra) {
+    const std::vector<uint8_t> bytes(extra, 7);
+    c.set("a_pad", "U8", {extra}, bytes.data());  // before kv by its name
+    const Bytes file = serialize_case(c);
+    const Case again = parse_case(file.data(), file.size());
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(again.find("kv")->data) % 4, 0u);
+    EXPECT_TRUE(same_tensors(again, c));
+    EXPECT_TRUE(serialize_case(again) == file);
   }
 }
 

@@ -26,6 +26,7 @@ constexpr int kIntMax = std::numeric_limits<int>::max();
 // padding without rows. Everything that must not be looked at is garbage.
 struct Fixture {
   std::vector<uint16_t> q = std::vector<uint16_t>(6 * 2 * 12), kv = std::vector<uint16_t>(64 * 4 * 12);
+  std::vector<uint8_t> packed;
   std::vector<int32_t> q_indptr{0, 3, 3, 5, 6};
   std::vector<int32_t> kv_len{10, 7, 5, 0};
   std::vector<int32_t> page_indptr{0, 4, 5, 7, 8};
@@ -60,6 +61,16 @@ struct Fixture {
     wide_entries[3] = int64_t{1} << 40;
     p.pages.entries = wide_entries.data();
     p.pages.index_type = IndexType::kI64;
+  }
+  void use_packed() {  // 128 + 4 + 8 = 140 bytes a row
+    p.shape = {2, 128, 4};
+    q.resize(6 * 2 * 132);
+    p.q.data = q.data();
+    packed.resize(64 * 4 * 140);
+    p.kv.data = packed.data();
+    p.kv.dtype = DType::kF8E4M3Packed;
+    out.resize(6 * 2 * 128);
+    o.out = out.data();
   }
   void use_bits() {
     p.mask.ancestor_bits = bits.data();
@@ -106,6 +117,19 @@ TEST(CheckProblem, ValidOnesPass) {
         }
       }
     }
+  }
+}
+
+TEST(CheckProblem, PackedRowsPass) {
+  Fixture f;
+  f.use_packed();
+  EXPECT_NO_THROW(check_problem(f.p));
+  EXPECT_NO_THROW(check_output(f.p, f.o));
+  f.packed.resize(64 * 4 * 144);
+  f.p.kv.data = f.packed.data();
+  for (int64_t stride : {140, 144}) {
+    f.p.kv.row_stride = stride;
+    EXPECT_NO_THROW(check_problem(f.p)) << stride;
   }
 }
 
@@ -226,6 +250,10 @@ const Bad kShapes[] = {
      "memory",
      {"= 2", "host, device"}},
     {"fp8_q", [](Fixture& f) { f.p.q.dtype = DType::kF8E4M3; }, "q.dtype", {"e4m3", "fp32, fp16, bf16"}},
+    {"packed_q",
+     [](Fixture& f) { f.p.q.dtype = DType::kF8E4M3Packed; },
+     "q.dtype",
+     {"e4m3_packed", "fp32, fp16, bf16"}},
     {"bad_q_dtype",
      [](Fixture& f) { f.p.q.dtype = static_cast<DType>(77); },
      "q.dtype",
@@ -251,6 +279,34 @@ const Bad kShapes[] = {
 
 const Bad kPools[] = {
     {"bad_kv_dtype", [](Fixture& f) { f.p.kv.dtype = static_cast<DType>(-1); }, "kv.dtype", {"= -1", "e4m3"}},
+    {"kv_dtype_past_the_last",
+     [](Fixture& f) { f.p.kv.dtype = static_cast<DType>(5); },
+     "kv.dtype",
+     {"= 5", "e4m3_packed"}},
+    {"packed_narrow_latent",
+     [](Fixture& f) { f.p.kv.dtype = DType::kF8E4M3Packed; },
+     "shape.d_v",
+     {"= 8", "multiple of 128", "e4m3_packed"}},
+    {"packed_odd_rope",
+     [](Fixture& f) { f.use_packed(), f.p.shape.d_rope = 3; },
+     "shape.d_rope",
+     {"= 3", "even", "e4m3_packed"}},
+    {"packed_small_row_stride",
+     [](Fixture& f) { f.use_packed(), f.p.kv.row_stride = 136; },
+     "kv.row_stride",
+     {"= 136", "140 (the bytes of a packed row)"}},
+    {"packed_odd_row_stride",
+     [](Fixture& f) { f.use_packed(), f.p.kv.row_stride = 142; },
+     "kv.row_stride",
+     {"= 142", "multiple of 4", "e4m3_packed"}},
+    {"packed_kv_off_by_two_bytes",
+     [](Fixture& f) { f.use_packed(), f.p.kv.data = f.packed.data() + 2; },
+     "kv.data",
+     {"aligned", "multiple of 4"}},
+    {"packed_pool_overflows",
+     [](Fixture& f) { f.use_packed(), f.p.kv.num_pages = kInt64Max / 500; },
+     "kv",
+     {"1 bytes", "64-bit"}},
     {"zero_kv_scale", [](Fixture& f) { f.p.kv.scale = 0; }, "kv.scale", {"= 0", "finite"}},
     {"nan_kv_scale", [](Fixture& f) { f.p.kv.scale = std::nan(""); }, "kv.scale", {"nan"}},
     {"negative_pages", [](Fixture& f) { f.p.kv.num_pages = -1; }, "kv.num_pages", {"= -1"}},
@@ -532,13 +588,13 @@ TEST(CheckProblem, RowsOfARequestFitThirtyTwoBits) {
 }
 
 TEST(ParseDtype, NamesAndAliases) {
-  for (DType t : {DType::kF32, DType::kF16, DType::kBF16, DType::kF8E4M3})
+  for (DType t : {DType::kF32, DType::kF16, DType::kBF16, DType::kF8E4M3, DType::kF8E4M3Packed})
     EXPECT_EQ(parse_dtype(dtype_name(t)), t);
   EXPECT_EQ(parse_dtype("float32"), DType::kF32);
   EXPECT_EQ(parse_dtype("float16"), DType::kF16);
   EXPECT_EQ(parse_dtype("bfloat16"), DType::kBF16);
   for (const char* name : {"", "FP32", "fp8", "int8", "bf16 "}) {
-    const Bad bad{"", nullptr, "dtype", {name, "fp32, fp16, bf16, e4m3"}};
+    const Bad bad{"", nullptr, "dtype", {name, "fp32, fp16, bf16, e4m3, e4m3_packed"}};
     expect_error(bad, [&] { parse_dtype(name); });
   }
 }

@@ -10,6 +10,7 @@
 
 #include "api/expected.hpp"
 #include "core/convert.hpp"
+#include "core/kv_row.hpp"
 #include "core/lookup.hpp"
 #include "treemla/tree.hpp"
 
@@ -32,8 +33,7 @@ std::vector<unsigned char> spread(const void* from, DType dtype, int64_t rows, i
                                   int64_t stride) {
   const int64_t size = static_cast<int64_t>(dtype_bytes(dtype));
   std::vector<unsigned char> to(std::max<int64_t>(1, rows * stride * size));
-  for (int64_t i = 0; i < rows * stride; ++i)
-    store_element(to.data(), dtype, i, std::numeric_limits<float>::quiet_NaN());
+  fill_nan(to.data(), dtype, rows * stride);
   for (int64_t r = 0; r < rows; ++r)
     std::memcpy(to.data() + r * stride * size, static_cast<const char*>(from) + r * width * size,
                 width * size);
@@ -60,10 +60,10 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
 
 std::vector<CaseParam> smoke_cases() {
   std::vector<CaseParam> list;
-  for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kF8E4M3}) {
+  for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kF8E4M3, DType::kF8E4M3Packed}) {
     CaseParam p{make_spec({{300, 9}}, 8), {}, {}};
     p.spec.kv_dtype = dtype;
-    p.spec.q_dtype = dtype == DType::kF8E4M3 ? DType::kBF16 : dtype;
+    p.spec.q_dtype = is_fp8(dtype) ? DType::kBF16 : dtype;
     list.push_back(p);
     if (dtype == DType::kF32) continue;
     p.form.out_dtype = p.spec.q_dtype;  // rounded output
@@ -128,13 +128,25 @@ std::vector<CaseParam> corner_cases() {
     add(s);
     add(s, {.block_table = true});
   }
-  {
+  for (DType dtype : {DType::kF8E4M3, DType::kF8E4M3Packed}) {
     CaseSpec s = make_spec({{300, 9}}, 8);
-    s.kv_dtype = DType::kF8E4M3;
+    s.kv_dtype = dtype;
     s.kv_scale = 0.37;  // no power of two
     add(s);
     s.q_dtype = DType::kF32;
     add(s);
+  }
+  // Packed rows of other models, in pages, with padding between them; one group of latents; scores so spread out
+  // that a scale in the wrong place shows.
+  for (MlaShape shape :
+       {MlaShape{16, 256, 64}, MlaShape{8, 256, 32}, MlaShape{8, 512, 0}, MlaShape{3, 128, 2}}) {
+    CaseSpec s = make_spec({{140, 6}, {20, 3}}, shape.h_q);
+    s.shape = shape;
+    s.kv_dtype = DType::kF8E4M3Packed;
+    s.page_size = 16;
+    s.gain = 8;
+    add(s);
+    add(s, {.block_table = true, .strided = true, .out_dtype = DType::kBF16});
   }
   // Splits: more workers than tiles, batch-invariant splits shorter and longer than a request.
   for (int threads : {1, 2, 3, 7}) add(make_spec({{1000, 9}, {3, 2}}, 8), {}, {.num_threads = threads});
@@ -162,8 +174,8 @@ std::vector<CaseParam> random_cases(int count, uint64_t seed) {
     s.shape.h_q = heads[upto(7)];
     s.tree = static_cast<TreeKind>(upto(4));
     s.mask = upto(3) ? MaskKind::kTree : upto(1) ? MaskKind::kCausal : MaskKind::kNone;
-    s.kv_dtype = static_cast<DType>(upto(3));
-    s.q_dtype = s.kv_dtype == DType::kF8E4M3 ? static_cast<DType>(upto(2)) : s.kv_dtype;
+    s.kv_dtype = static_cast<DType>(upto(4));
+    s.q_dtype = is_fp8(s.kv_dtype) ? static_cast<DType>(upto(2)) : s.kv_dtype;
     const int pages[] = {1, 1, 3, 16, 64};
     s.page_size = pages[upto(4)];
     const double gains[] = {0.1, 1, 4, 10};
@@ -194,10 +206,11 @@ void Instance::reshape(const Form& form) {
   VerifyProblem& p = problem_;
   const int d_qk = p.shape.d_qk();
   if (form.strided) {
-    const int64_t head = d_qk + 8, token = p.shape.h_q * head + 24, row = d_qk + 16;
+    const int64_t head = d_qk + 8, token = p.shape.h_q * head + 24,
+                  row_elements = kv_row_elements(p.shape, p.kv.dtype), row = row_elements + 16;
     q_ = spread(p.q.data, p.q.dtype, p.q.total_q * p.shape.h_q, d_qk, head);
     q_ = spread(q_.data(), p.q.dtype, p.q.total_q, p.shape.h_q * head, token);
-    kv_ = spread(p.kv.data, p.kv.dtype, p.kv.num_pages * p.kv.page_size, d_qk, row);
+    kv_ = spread(p.kv.data, p.kv.dtype, p.kv.num_pages * p.kv.page_size, row_elements, row);
     p.q.data = q_.data();
     p.q.head_stride = head;
     p.q.token_stride = token;
@@ -258,10 +271,15 @@ std::vector<float> Instance::out() const {
   return out;
 }
 
-Comparison Instance::judge() const {
-  const Precision precision = form_.out_dtype == DType::kF32    ? Precision::kF32
-                              : form_.out_dtype == DType::kBF16 ? Precision::kBF16
-                                                                : Precision::kF16;
+Precision precision_of(DType dtype) {
+  return dtype == DType::kF32 ? Precision::kF32 : dtype == DType::kF16 ? Precision::kF16 : Precision::kBF16;
+}
+
+Comparison Instance::judge(Precision arithmetic) const {
+  // The looser of what was computed with and what was rounded to.
+  const Precision rounded = precision_of(form_.out_dtype);
+  const Precision precision =
+      arithmetic == Precision::kBF16 || rounded == Precision::kF32 ? arithmetic : rounded;
   return compare(problem_.shape, problem_.q.total_q, out().data(), case_.expected_out(), lse_.data(),
                  case_.expected_lse(), precision);
 }

@@ -44,6 +44,9 @@ std::vector<CaseParam> random_cases(int count, uint64_t seed);
 // Equal as bits: NaN equals itself, 0 differs from -0.
 bool same_bits(const std::vector<float>& a, const std::vector<float>& b);
 
+// The bounds for arithmetic in a dtype.
+Precision precision_of(DType dtype);
+
 // A generated case in the form asked for, with expected values, poison in everything unreachable and an
 // output of NaN.
 class Instance {
@@ -60,8 +63,8 @@ class Instance {
   std::vector<float> out() const;
   const std::vector<float>& lse() const { return lse_; }
   const std::vector<unsigned char>& raw_out() const { return out_; }
-  // Judges what the output holds now.
-  Comparison judge() const;
+  // Judges what the output holds now, by the bounds of the arithmetic or of the output's dtype, whichever are wider.
+  Comparison judge(Precision arithmetic = Precision::kF32) const;
 
  private:
   void reshape(const Form& form);

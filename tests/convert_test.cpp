@@ -3,6 +3,8 @@
 
 #include "core/convert.hpp"
 
+#include "core/kv_row.hpp"
+
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -157,6 +159,78 @@ TEST(Convert, TinyNumbersKeepTheirSign) {
     if (std::string(f.name) == "bf16") continue;  // has float32's exponents: the smallest float32 is its tie
     EXPECT_EQ(f.narrow(std::numeric_limits<float>::denorm_min()), 0u) << f.name;
     EXPECT_EQ(f.narrow(-std::numeric_limits<float>::denorm_min()), f.sign) << f.name;
+  }
+}
+
+// ---- cached rows
+
+TEST(KvRow, Sizes) {
+  constexpr DType kPacked = DType::kF8E4M3Packed;
+  static_assert(kv_row_elements({8, 512, 64}, kPacked) == 656);
+  static_assert(kv_row_elements({8, 512, 0}, kPacked) == 528);
+  static_assert(kv_row_elements({8, 256, 64}, kPacked) == 256 + 8 + 128);
+  static_assert(packed_rope_offset({8, 512, 64}) == 528);
+  for (DType t : {DType::kF32, DType::kF16, DType::kBF16, DType::kF8E4M3})
+    EXPECT_EQ(kv_row_elements({8, 512, 64}, t), 576) << dtype_name(t);
+}
+
+// Every product of an e4m3 number and a scale: exact in double, rounded once in float.
+TEST(KvRow, PackedLatentsTimesTheirScales) {
+  constexpr MlaShape kShape{1, 256, 4};
+  std::vector<unsigned char> row(kv_row_elements(kShape, DType::kF8E4M3Packed));
+  const float rope[] = {1.5f, -0.0f, 3e38f, -2.0f};
+  std::vector<double> exact(260);
+  std::vector<float> rounded(260);
+  for (const float low : {1.0f, 0.1f, 1e-30f, 1e30f, 3.0f / 448}) {
+    for (int i = 0; i < 256; ++i) row[i] = static_cast<unsigned char>(i);
+    const float scales[] = {low, low * 7};
+    std::memcpy(row.data() + 256, scales, sizeof scales);
+    for (int i = 0; i < 4; ++i) store_element(row.data() + 264, DType::kBF16, i, rope[i]);
+    load_kv_row(row.data(), kShape, DType::kF8E4M3Packed, exact.data());
+    load_kv_row(row.data(), kShape, DType::kF8E4M3Packed, rounded.data());
+    for (int i = 0; i < 256; ++i) {
+      const float latent = e4m3_to_float(static_cast<uint8_t>(i)), scale = scales[i / 128];
+      if (std::isnan(latent)) {
+        EXPECT_TRUE(std::isnan(exact[i]) && std::isnan(rounded[i])) << i;
+        continue;
+      }
+      ASSERT_EQ(exact[i], static_cast<double>(latent) * scale) << i;
+      ASSERT_EQ(rounded[i], static_cast<float>(exact[i])) << i;
+    }
+    for (int i = 0; i < 4; ++i)
+      EXPECT_EQ(exact[256 + i], bf16_to_float(float_to_bf16(rope[i]))) << "rope " << i;
+  }
+}
+
+TEST(KvRow, QuantisingKeepsWhatE4m3CanHold) {
+  constexpr MlaShape kShape{1, 384, 2};
+  std::vector<float> from(386), to(386);
+  for (int i = 0; i < 128; ++i) from[i] = e4m3_to_float(static_cast<uint8_t>(i % 127)) / 448 * 0.75f;
+  for (int i = 256; i < 384; ++i) from[i] = 1e-42f;  // a scale can't be so small: rounded to 0
+  from[384] = -1.25f;
+  from[385] = 1 + 0x1p-9f;
+  std::vector<unsigned char> row(kv_row_elements(kShape, DType::kF8E4M3Packed));
+  store_packed_row(from.data(), kShape, row.data());
+  load_kv_row(row.data(), kShape, DType::kF8E4M3Packed, to.data());
+  EXPECT_FLOAT_EQ(packed_scale(row.data(), kShape, 0), 0.75f / 448);
+  for (int g = 0; g < 3; ++g) EXPECT_GT(packed_scale(row.data(), kShape, g), 0) << g;
+  for (int i = 0; i < 128; ++i) EXPECT_FLOAT_EQ(to[i], from[i]) << i;
+  for (int i = 128; i < 384; ++i) EXPECT_EQ(to[i], 0) << i;
+  EXPECT_EQ(to[384], -1.25f);
+  EXPECT_EQ(to[385], 1);
+}
+
+TEST(KvRow, NanInEveryPartOfARow) {
+  constexpr MlaShape kShape{1, 128, 2};
+  for (DType t : {DType::kF32, DType::kF16, DType::kBF16, DType::kF8E4M3, DType::kF8E4M3Packed}) {
+    std::vector<unsigned char> row(kv_row_elements(kShape, t) * dtype_bytes(t));
+    std::vector<float> numbers(130);
+    fill_nan(row.data(), t, kv_row_elements(kShape, t));
+    load_kv_row(row.data(), kShape, t, numbers.data());
+    for (float x : numbers) EXPECT_TRUE(std::isnan(x)) << dtype_name(t);
+    if (t != DType::kF8E4M3Packed) continue;
+    EXPECT_TRUE(std::isnan(packed_scale(row.data(), kShape, 0)));
+    for (int i = 0; i < 128; ++i) EXPECT_TRUE(std::isnan(load_element(row.data(), DType::kF8E4M3, i)));
   }
 }
 

@@ -37,6 +37,9 @@ TEST(Cost, QueriesAndOutputsByDtype) {
   EXPECT_DOUBLE_EQ(uniform_work(1, 9, 8, 100, DType::kF32, DType::kF32, DType::kF32).kv_bytes,
                    100 * 576 * 4.0);
   EXPECT_DOUBLE_EQ(uniform_work(1, 9, 8, 100, kBF16, DType::kF8E4M3).kv_bytes, 100 * 576.0);
+  const Work packed = uniform_work(1, 9, 8, 100, kBF16, DType::kF8E4M3Packed);
+  EXPECT_DOUBLE_EQ(packed.kv_bytes, 100 * 656.0);
+  EXPECT_DOUBLE_EQ(packed.flops, uniform_work(1, 9, 8, 100).flops);
 }
 
 TEST(Cost, SumsOverRaggedRequests) {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/convert.hpp"
+#include "core/kv_row.hpp"
 #include "core/lookup.hpp"
 #include "treemla/error.hpp"
 #include "treemla/tree.hpp"
@@ -25,7 +26,7 @@ using testing::HasSubstr;
 using Ints = std::vector<int32_t>;
 constexpr TreeKind kKinds[] = {TreeKind::kChain, TreeKind::kStar, TreeKind::kBinary, TreeKind::kRandom,
                                TreeKind::kDdtree};
-constexpr DType kDtypes[] = {DType::kF32, DType::kF16, DType::kBF16, DType::kF8E4M3};
+constexpr DType kDtypes[] = {DType::kF32, DType::kF16, DType::kBF16, DType::kF8E4M3, DType::kF8E4M3Packed};
 
 Ints ints(const Case& c, const char* name) {
   const CaseTensor* t = c.find(name);
@@ -170,13 +171,13 @@ TEST_P(Scores, HaveTheStandardDeviationAskedFor) {
     const VerifyProblem p = c.problem();
     double sum = 0, sum2 = 0, row2 = 0;
     int64_t n = 0;
+    std::vector<double> row(192);
     for (int64_t t = 0; t < 609; ++t) {
-      const int64_t row = pool_row(p.pages, s.page_size, 0, t);
+      load_kv_row(kv_row_at(p, pool_row(p.pages, s.page_size, 0, t)), p.shape, kv_dtype, row.data());
       for (int64_t i = 0; i < 9 * 8; ++i) {
         double dot = 0;
         for (int64_t k = 0; k < 192; ++k) {
-          dot += double(load_element(p.q.data, p.q.dtype, i * 192 + k)) *
-                 load_element(p.kv.data, kv_dtype, row * 192 + k);
+          dot += double(load_element(p.q.data, p.q.dtype, i * 192 + k)) * row[k];
         }
         const double score = s.sm_scale * dot * kv_scale;
         sum += score;
@@ -184,7 +185,7 @@ TEST_P(Scores, HaveTheStandardDeviationAskedFor) {
         ++n;
       }
       for (int64_t k = 0; k < 192; ++k) {
-        row2 += std::pow(load_element(p.kv.data, kv_dtype, row * 192 + k) * kv_scale, 2);
+        row2 += std::pow(row[k] * kv_scale, 2);
       }
     }
     EXPECT_NEAR(sum / n / gain, 0, 0.1);
@@ -202,6 +203,7 @@ INSTANTIATE_TEST_SUITE_P(Generate, EveryLayout,
 TEST_P(EveryLayout, IsAValidCaseWithPoisonAroundIt) {
   CaseSpec s = small_spec();
   std::tie(s.kv_dtype, s.page_size) = GetParam();
+  if (s.kv_dtype == DType::kF8E4M3Packed) s.shape.d_v = 256;
   const Case c = generate_case(s);
   const VerifyProblem p = c.problem();
   EXPECT_NO_THROW(check_problem(p));
@@ -221,11 +223,10 @@ TEST_P(EveryLayout, IsAValidCaseWithPoisonAroundIt) {
     }
   }
   const int64_t d_qk = s.shape.d_qk();
+  std::vector<float> numbers(d_qk);
   for (int64_t row = 0; row < std::ssize(owned); ++row) {
-    for (int64_t k = 0; k < d_qk; ++k) {
-      ASSERT_EQ(std::isnan(load_element(p.kv.data, p.kv.dtype, row * d_qk + k)), !owned[row])
-          << row << " " << k;
-    }
+    load_kv_row(kv_row_at(p, row), p.shape, p.kv.dtype, numbers.data());
+    for (int64_t k = 0; k < d_qk; ++k) ASSERT_EQ(std::isnan(numbers[k]), !owned[row]) << row << " " << k;
   }
   const auto used = static_cast<int64_t>(ints(c, "page_indices").size());
   EXPECT_GE(p.kv.num_pages, used + 2);
@@ -234,6 +235,48 @@ TEST_P(EveryLayout, IsAValidCaseWithPoisonAroundIt) {
   for (int64_t i = 0; i < c.total_q() * s.shape.h_q * d_qk; ++i) {
     ASSERT_TRUE(std::isfinite(load_element(p.q.data, p.q.dtype, i)));
   }
+}
+
+// Each part of an unowned row is poison by itself: a kernel that reads the wrong scale or latent shows it.
+TEST(Generate, PackedRowsHaveScalesOfTheirOwn) {
+  CaseSpec s = small_spec();
+  s.shape = {2, 256, 6};
+  s.kv_dtype = DType::kF8E4M3Packed;
+  const Case c = generate_case(s);
+  const VerifyProblem p = c.problem();
+  EXPECT_EQ(c.find("kv")->dtype, "U8");
+  EXPECT_EQ(c.find("kv")->shape[1], 256 + 8 + 12);
+
+  s.kv_dtype = DType::kF32;
+  const Case exact = generate_case(s);
+  const VerifyProblem e = exact.problem();
+  int num_powers_of_two = 0, num_scales = 0, num_full = 0;
+  std::vector<double> got(262), want(262);
+  for (int64_t row = 0; row < p.kv.num_pages * p.kv.page_size; ++row) {
+    const void* bytes = kv_row_at(p, row);
+    load_kv_row(bytes, p.shape, p.kv.dtype, got.data());
+    load_kv_row(kv_row_at(e, row), e.shape, e.kv.dtype, want.data());
+    for (int g = 0; g < 2; ++g) {
+      const float scale = packed_scale(bytes, p.shape, g);
+      ASSERT_EQ(std::isnan(scale), std::isnan(want[0])) << row;
+      if (std::isnan(scale)) continue;
+      double largest = 0;
+      for (int i = 128 * g; i < 128 * g + 128; ++i) {
+        largest = std::max(largest, std::fabs(want[i]));
+        ASSERT_NEAR(got[i], want[i], std::fabs(want[i]) / 16 + scale * 0x1p-10) << row << " " << i;
+        num_full += std::fabs(load_element(bytes, DType::kF8E4M3, i)) == 448;
+      }
+      ASSERT_NEAR(scale, largest / 448, largest * 1e-6);
+      int exponent;
+      num_powers_of_two += std::frexp(scale, &exponent) == 0.5f;
+      ++num_scales;
+    }
+    for (int i = 256; i < 262 && !std::isnan(want[i]); ++i)
+      ASSERT_EQ(got[i], bf16_to_float(float_to_bf16(static_cast<float>(want[i]))));
+  }
+  EXPECT_EQ(num_scales, 2 * (109 + 5 + 34 + 17 + 94));
+  EXPECT_GE(num_full, num_scales);
+  EXPECT_LT(num_powers_of_two, num_scales / 10);
 }
 
 TEST(Generate, PagesAreOutOfOrderAndInterleaved) {
@@ -368,6 +411,17 @@ TEST(Generate, ImpossibleSpecsAreRefused) {
       {[](CaseSpec& s, double) { s.shape.d_v = 4097; }, "shape.d_v", {"= 4097", "[1, 4096]"}},
       {[](CaseSpec& s, double) { s.shape.d_rope = 2147483647; }, "shape.d_rope", {"2147483647", "[0, 4048]"}},
       {[](CaseSpec& s, double) { s.q_dtype = DType::kF8E4M3; }, "q_dtype", {"e4m3", "fp32, fp16, bf16"}},
+      {[](CaseSpec& s, double) { s.q_dtype = DType::kF8E4M3Packed; },
+       "q_dtype",
+       {"e4m3_packed", "fp32, fp16, bf16"}},
+      {[](CaseSpec& s, double) { s.kv_dtype = DType::kF8E4M3Packed; },
+       "shape.d_v",
+       {"= 48", "128", "e4m3_packed"}},
+      {[](CaseSpec& s, double) {
+         s.kv_dtype = DType::kF8E4M3Packed, s.shape = {4, 128, 7};
+       },
+       "shape.d_rope",
+       {"= 7", "even"}},
       {[](CaseSpec& s, double) { s.page_size = 0; }, "page_size", {"= 0", "at least 1"}},
       {[](CaseSpec& s, double) { s.sm_scale = 0; }, "sm_scale", {"= 0"}},
       {[](CaseSpec& s, double x) { s.sm_scale = x; }, "sm_scale", {"nan"}},

@@ -18,7 +18,7 @@ namespace treemla {
 // A tensor of a case file. `data` points into the mapped file or into storage that the Case owns.
 struct CaseTensor {
   std::string name;
-  std::string dtype;           // safetensors spelling: F32, F16, BF16, F8_E4M3, I32
+  std::string dtype;           // safetensors spelling: F32, F16, BF16, F8_E4M3, U8, I32
   std::vector<int64_t> shape;  // row-major
   const std::byte* data = nullptr;
   std::size_t bytes = 0;
@@ -32,7 +32,8 @@ class Case {
   int page_size = 1;
   MaskKind mask = MaskKind::kTree;
   double kv_scale = 1.0;
-  std::string source;  // free text: how the case was produced
+  bool kv_packed = false;  // `kv` is U8 [rows, bytes of a row] and holds rows of DType::kF8E4M3Packed
+  std::string source;      // free text: how the case was produced
 
   // Tensors by name; null when the case has none of that name.
   const CaseTensor* find(const std::string& name) const;

@@ -12,6 +12,9 @@ enum class DType : int {
   kF16 = 1,     // IEEE binary16
   kBF16 = 2,    // the upper half of an F32
   kF8E4M3 = 3,  // OCP e4m3 "fn": no infinity, 0x7F and 0xFF are NaN, largest value 448; cache only
+  // Rows of e4m3 latents, float32 scales and bf16 rope: DeepSeek's packed form, drawn in problem.hpp; cache only. What counts as
+  // an element of such a pool is a byte.
+  kF8E4M3Packed = 4,
 };
 
 // Width of the entries of a page table.
@@ -20,9 +23,15 @@ enum class IndexType : int { kI32 = 0, kI64 = 1 };
 // Where the memory behind the pointers of a problem lives.
 enum class Memory : int { kHost = 0, kDevice = 1 };
 
-constexpr std::size_t dtype_bytes(DType t) { return t == DType::kF32 ? 4 : t == DType::kF8E4M3 ? 1 : 2; }
+// The dtypes of caches alone: queries and outputs are wider.
+constexpr bool is_fp8(DType t) { return t == DType::kF8E4M3 || t == DType::kF8E4M3Packed; }
 
-// "fp32", "fp16", "bf16", "e4m3".
+constexpr std::size_t dtype_bytes(DType t) { return t == DType::kF32 ? 4 : is_fp8(t) ? 1 : 2; }
+
+// What addresses must be multiples of, in bytes: packed rows are read as float32 scales too.
+constexpr std::size_t dtype_alignment(DType t) { return t == DType::kF8E4M3Packed ? 4 : dtype_bytes(t); }
+
+// "fp32", "fp16", "bf16", "e4m3", "e4m3_packed".
 constexpr std::string_view dtype_name(DType t) {
   switch (t) {
     case DType::kF32:
@@ -33,6 +42,8 @@ constexpr std::string_view dtype_name(DType t) {
       return "bf16";
     case DType::kF8E4M3:
       return "e4m3";
+    case DType::kF8E4M3Packed:
+      return "e4m3_packed";
   }
   return "?";
 }

@@ -35,14 +35,32 @@ struct QueryView {
   int64_t head_stride = 0;   // elements between heads; 0 means d_qk
 };
 
+// A row of DType::kF8E4M3Packed, in bytes. Each scale belongs to kPackedGroup latents, and any positive one is allowed, not only
+// powers of two:
+//
+//     0                   d_v                           d_v + d_v / 32        d_v + d_v / 32 + 2 * d_rope
+//     | d_v e4m3 latents  | d_v / 128 float32 scales    | d_rope bf16         |
+//
+// 512/64: 512 + 16 + 128 = 656 bytes. Real latent i = e4m3[i] * scale[i / 128] * KvPool::scale, real rope = bf16 * KvPool::scale.
+// d_v must be a multiple of 128 and d_rope even, so that rows are whole numbers of float32.
+inline constexpr int kPackedGroup = 128;
+
+constexpr int packed_rope_offset(const MlaShape& shape) { return shape.d_v + shape.d_v / kPackedGroup * 4; }
+
+// Elements of a cached row, and so the default stride of rows: d_qk numbers, or the bytes of a packed row.
+constexpr int kv_row_elements(const MlaShape& shape, DType dtype) {
+  return dtype == DType::kF8E4M3Packed ? packed_rope_offset(shape) + 2 * shape.d_rope : shape.d_qk();
+}
+
 // The pool of cached rows. Rows that no request names are never read into a result; they may hold NaN.
 struct KvPool {
-  const void* data = nullptr;  // [num_pages, page_size, d_qk]
+  const void* data = nullptr;  // [num_pages, page_size, kv_row_elements]
   DType dtype = DType::kBF16;
   int64_t num_pages = 0;
-  int page_size = 1;       // tokens a page, any value >= 1
-  int64_t row_stride = 0;  // elements between rows; 0 means d_qk. A page is page_size * row_stride elements
-  double scale = 1.0;      // real row = stored row * scale (FP8 caches)
+  int page_size = 1;  // tokens a page, any value >= 1
+  // Elements between rows; 0 means kv_row_elements. A page is page_size * row_stride elements.
+  int64_t row_stride = 0;
+  double scale = 1.0;  // real row = stored row * scale (FP8 caches)
 };
 
 // Token t of request r lives in pool row  entry(r, t / page_size) * page_size + t % page_size.

@@ -56,9 +56,13 @@ const char* treemla_last_error_argument(void) TREEMLA_NOEXCEPT;
 
 typedef enum treemla_dtype {
   TREEMLA_F32 = 0,
-  TREEMLA_F16 = 1,   /* IEEE binary16 */
-  TREEMLA_BF16 = 2,  /* the upper half of an F32 */
-  TREEMLA_F8E4M3 = 3 /* OCP e4m3 "fn", largest value 448; cache only */
+  TREEMLA_F16 = 1,    /* IEEE binary16 */
+  TREEMLA_BF16 = 2,   /* the upper half of an F32 */
+  TREEMLA_F8E4M3 = 3, /* OCP e4m3 "fn", largest value 448; cache only */
+  /* Rows of DeepSeek's packed form; cache only. In bytes: d_v e4m3 latents, d_v / 128 float32 scales (one for
+   * 128 latents, any positive value), d_rope bf16. 656 bytes for 512/64. d_v must be a multiple of 128, d_rope
+   * even, rows aligned to 4 bytes. What counts as an element of such a pool is a byte. */
+  TREEMLA_F8E4M3_PACKED = 4
 } treemla_dtype;
 
 typedef enum treemla_index_type { TREEMLA_I32 = 0, TREEMLA_I64 = 1 } treemla_index_type;
@@ -96,9 +100,9 @@ typedef struct treemla_problem {
 
   /* The pool of cached rows. Rows that no request names are never read into a result. */
   int32_t kv_dtype;      /* treemla_dtype, BF16 initially */
-  const void* kv;        /* [num_pages, page_size, d_qk] */
+  const void* kv;        /* [num_pages, page_size, d_qk]; packed: bytes of a row instead of d_qk */
   int64_t num_pages;     /* pages in the pool */
-  int64_t kv_row_stride; /* elements between rows; 0 (initial) means d_qk */
+  int64_t kv_row_stride; /* elements between rows; 0 (initial) means d_qk; packed: the bytes of a row */
   double kv_scale;       /* real row = stored row * kv_scale (FP8 caches); 1 initially */
   int32_t page_size;     /* tokens a page, any value >= 1; 1 initially */
 

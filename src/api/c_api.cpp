@@ -35,6 +35,7 @@ static_assert(static_cast<int>(ErrorCode::kInternal) == TREEMLA_INTERNAL_ERROR);
 static_assert(static_cast<int>(DType::kF32) == TREEMLA_F32 && static_cast<int>(DType::kF16) == TREEMLA_F16);
 static_assert(static_cast<int>(DType::kBF16) == TREEMLA_BF16);
 static_assert(static_cast<int>(DType::kF8E4M3) == TREEMLA_F8E4M3);
+static_assert(static_cast<int>(DType::kF8E4M3Packed) == TREEMLA_F8E4M3_PACKED);
 static_assert(static_cast<int>(IndexType::kI32) == TREEMLA_I32);
 static_assert(static_cast<int>(IndexType::kI64) == TREEMLA_I64);
 static_assert(static_cast<int>(Memory::kHost) == TREEMLA_MEMORY_HOST);

@@ -30,7 +30,8 @@ void each_array(VerifyProblem& p, bool tensors, const Visit& visit) {
                                                    (p.shape.h_q - 1) * q_head_stride(p) + p.shape.d_qk()) *
                               dtype_bytes(p.q.dtype));
     visit(p.kv.data, rows == 0 ? 0
-                               : static_cast<std::size_t>((rows - 1) * kv_row_stride(p) + p.shape.d_qk()) *
+                               : static_cast<std::size_t>((rows - 1) * kv_row_stride(p) +
+                                                          kv_row_elements(p.shape, p.kv.dtype)) *
                                      dtype_bytes(p.kv.dtype));
   }
   visit(p.pages.entries,

@@ -81,9 +81,9 @@ struct Planned {
 // A layer's own q and kv: the only pointers of a problem that run() follows besides the output.
 void check_layer(const char* name, const void* data, DType dtype, bool is_read) {
   if (is_read && !data) throw Error(ErrorCode::kInvalidArgument, name, fmt::format("{} is null", name));
-  if (reinterpret_cast<std::uintptr_t>(data) % dtype_bytes(dtype) != 0)
+  if (reinterpret_cast<std::uintptr_t>(data) % dtype_alignment(dtype) != 0)
     throw Error(ErrorCode::kInvalidArgument, name,
-                fmt::format("{} = {} must be aligned to {} bytes", name, data, dtype_bytes(dtype)));
+                fmt::format("{} = {} must be aligned to {} bytes", name, data, dtype_alignment(dtype)));
 }
 
 void check_layer_scale(const char* name, double scale) {

@@ -16,6 +16,7 @@
 #include <string_view>
 
 #include "core/file_io.hpp"
+#include "core/kv_row.hpp"
 #include "core/safetensors.hpp"
 #include "treemla/error.hpp"
 
@@ -27,9 +28,11 @@ static_assert(std::endian::native == std::endian::little, "case files are little
 constexpr std::string_view kFormat = "kdtr";
 constexpr std::string_view kVersion = "1";
 constexpr std::string_view kLseBase = "e";
+constexpr std::string_view kPackedLayout = dtype_name(DType::kF8E4M3Packed);
 // The order in which new cases write them.
-constexpr std::string_view kMetadataKeys[] = {"format",    "version", "d_v",      "d_rope",   "sm_scale",
-                                              "page_size", "mask",    "lse_base", "kv_scale", "source"};
+constexpr std::string_view kMetadataKeys[] = {"format",   "version",   "d_v",   "d_rope",
+                                              "sm_scale", "page_size", "mask",  "lse_base",
+                                              "kv_scale", "kv_layout", "source"};
 // The limits of check_problem(), so that a bad number is reported as the metadata it stands in.
 constexpr int kMaxWidth = 4096;
 constexpr int kMaxHeads = 1024;
@@ -122,6 +125,8 @@ void read_fields(Case& c, const safetensors::Metadata& metadata) {
   }
   if (!known) fail("mask", fmt::format("{}, must be \"tree\", \"causal\" or \"none\"", in_quotes(mask)));
   c.kv_scale = reader.find("kv_scale") ? reader.real("kv_scale") : 1.0;
+  c.kv_packed = reader.find("kv_layout") != nullptr;
+  if (c.kv_packed) reader.expect("kv_layout", kPackedLayout);
   c.source = reader.find("source") ? *reader.find("source") : "";
 }
 
@@ -137,7 +142,14 @@ std::string field_text(const Case& c, std::string_view key) {
   if (key == "mask") return std::string(mask_name(c.mask));
   if (key == "lse_base") return std::string(kLseBase);
   if (key == "kv_scale") return double_text(c.kv_scale);
+  if (key == "kv_layout") return std::string(kPackedLayout);
   return c.source;
+}
+
+// Is the field left out of new metadata?
+bool is_default(const Case& c, std::string_view key) {
+  return (key == "kv_scale" && c.kv_scale == 1.0) || (key == "kv_layout" && !c.kv_packed) ||
+         (key == "source" && c.source.empty());
 }
 
 // The metadata as read, with the fields changed since put in. A number keeps its spelling while its value
@@ -147,10 +159,12 @@ safetensors::Metadata updated_metadata(const Case& c, safetensors::Metadata meta
     const std::string now = field_text(c, key);
     const auto it =
         std::find_if(metadata.begin(), metadata.end(), [&](const auto& kv) { return kv.first == key; });
-    if (it != metadata.end()) {
+    if (it != metadata.end() && key == "kv_layout" && is_default(c, key)) {
+      metadata.erase(it);  // it has no text that says so
+    } else if (it != metadata.end()) {
       const bool is_real = key == "sm_scale" || key == "kv_scale";
       if (it->second != now && !(is_real && parse_double(it->second) == parse_double(now))) it->second = now;
-    } else if (!(key == "kv_scale" && c.kv_scale == 1.0) && !(key == "source" && c.source.empty())) {
+    } else if (!is_default(c, key)) {
       metadata.emplace_back(key, now);
     }
   }
@@ -173,6 +187,7 @@ void check_fields(const Case& c) {
   };
   positive("sm_scale", c.sm_scale);
   positive("kv_scale", c.kv_scale);
+  if (c.kv_packed) check_kv_widths(c.shape, DType::kF8E4M3Packed);
 }
 
 struct Dim {
@@ -217,7 +232,10 @@ void check_tensors(const Case& c) {
   if (h_q != c.shape.h_q) fail("q", fmt::format("{} heads, but the case's h_q is {}", h_q, c.shape.h_q));
 
   const CaseTensor* kv =
-      check_tensor(c, "kv", true, {"F32", "F16", "BF16", "F8_E4M3"}, {{"rows", kAny}, {"d_qk", d_qk}});
+      c.kv_packed
+          ? check_tensor(c, "kv", true, {"U8"},
+                         {{"rows", kAny}, {"row_bytes", kv_row_elements(c.shape, DType::kF8E4M3Packed)}})
+          : check_tensor(c, "kv", true, {"F32", "F16", "BF16", "F8_E4M3"}, {{"rows", kAny}, {"d_qk", d_qk}});
   if (kv->shape[0] % c.page_size != 0) {
     fail("kv", fmt::format("{} rows, must be a multiple of page_size {}", kv->shape[0], c.page_size));
   }
@@ -255,14 +273,25 @@ const T* data_of(const Case& c, const std::string& name) {
   return t ? reinterpret_cast<const T*>(t->data) : nullptr;
 }
 
-// check_problem() speaks of the struct it checks; people who look into a file want the name of the tensor.
-std::string tensor_of(const std::string& argument) {
-  constexpr std::pair<std::string_view, std::string_view> kTensors[] = {
-      {"pages.entries", "page_indices"}, {"pages.indptr", "page_indptr"}, {"mask.parents", "parents"}};
-  for (const auto& [name, tensor] : kTensors) {
-    if (argument == name) return std::string(tensor);
+// check_problem() speaks of the struct it checks; people who look into a file want the name of the tensor or
+// of the metadata.
+std::string field_of(const std::string& argument) {
+  constexpr std::pair<std::string_view, std::string_view> kFields[] = {{"pages.entries", "page_indices"},
+                                                                       {"pages.indptr", "page_indptr"},
+                                                                       {"mask.parents", "parents"},
+                                                                       {"shape.d_v", "d_v"},
+                                                                       {"shape.d_rope", "d_rope"}};
+  for (const auto& [name, field] : kFields) {
+    if (argument == name) return std::string(field);
   }
   return argument;
+}
+
+// What the address of a tensor must be a multiple of. The numbers in packed rows are wider than the bytes they
+// are stored as.
+std::size_t alignment_of(const CaseTensor& t) {
+  if (t.name == "kv" && t.dtype == "U8") return dtype_alignment(DType::kF8E4M3Packed);
+  return static_cast<std::size_t>(safetensors::find_dtype(t.dtype)->bytes);
 }
 
 // Takes the private parts of `c` by reference because only read_case() and parse_case() are its friends.
@@ -274,8 +303,7 @@ void load(const FileBytes& file, const std::string& name, Case& c, std::vector<C
     CaseTensor tensor{std::move(t.name), std::move(t.dtype), std::move(t.shape), buffer + t.begin,
                       static_cast<std::size_t>(t.end - t.begin)};
     std::shared_ptr<const void> owner = file.data;
-    const auto alignment = static_cast<std::uintptr_t>(safetensors::find_dtype(tensor.dtype)->bytes);
-    if (reinterpret_cast<std::uintptr_t>(tensor.data) % alignment != 0) {
+    if (reinterpret_cast<std::uintptr_t>(tensor.data) % alignment_of(tensor) != 0) {
       const std::shared_ptr<std::byte> block = allocate_bytes(tensor.bytes);
       std::copy_n(tensor.data, tensor.bytes, block.get());
       tensor.data = block.get();
@@ -293,7 +321,7 @@ void load(const FileBytes& file, const std::string& name, Case& c, std::vector<C
     check_problem(c.problem());
   } catch (const Error& e) {
     if (e.code() != ErrorCode::kInvalidArgument) throw;
-    const std::string field = tensor_of(e.argument());
+    const std::string field = field_of(e.argument());
     const bool renamed = field != e.argument();
     throw Error(
         ErrorCode::kBadFile, field,
@@ -358,7 +386,7 @@ VerifyProblem Case::problem() const {
   p.b = b();
   p.q = {.data = q.data, .dtype = case_dtype(q.dtype), .total_q = total_q()};
   p.kv = {.data = kv_pool.data,
-          .dtype = case_dtype(kv_pool.dtype),
+          .dtype = kv_packed ? DType::kF8E4M3Packed : case_dtype(kv_pool.dtype),
           .num_pages = kv_pool.shape[0] / page_size,
           .page_size = page_size,
           .scale = kv_scale};

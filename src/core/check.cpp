@@ -12,6 +12,7 @@
 #include <string_view>
 
 #include "core/fail.hpp"
+#include "core/kv_row.hpp"
 #include "core/lookup.hpp"
 #include "treemla/problem.hpp"
 #include "treemla/tree.hpp"
@@ -42,8 +43,8 @@ void check_pointer(const char* argument, const void* pointer, std::size_t alignm
   }
   const auto address = reinterpret_cast<std::uintptr_t>(pointer);
   if (address % alignment != 0) {
-    fail(argument, "{} = {:#x} is not aligned: it must be a multiple of {} bytes, its element size", argument,
-         address, alignment);
+    fail(argument, "{} = {:#x} is not aligned: it must be a multiple of {} bytes", argument, address,
+         alignment);
   }
 }
 
@@ -56,9 +57,10 @@ void check_enum(const char* argument, E value, E last, std::string_view allowed)
 }
 
 void check_wide_dtype(const char* argument, DType dtype) {
-  check_enum(argument, dtype, DType::kF8E4M3, "fp32, fp16, bf16");
-  if (dtype == DType::kF8E4M3)
-    fail(argument, "{} = e4m3 is for caches only: allowed are fp32, fp16, bf16", argument);
+  check_enum(argument, dtype, DType::kF8E4M3Packed, "fp32, fp16, bf16");
+  if (is_fp8(dtype)) {
+    fail(argument, "{} = {} is for caches only: allowed are fp32, fp16, bf16", argument, dtype_name(dtype));
+  }
 }
 
 void check_scale(const char* argument, double value) {
@@ -72,10 +74,10 @@ void check_not_negative(const char* argument, int64_t value) {
 }
 
 // The stride of a dimension of one element is never used, and array libraries put anything there.
-void check_stride(const char* argument, int64_t stride, int64_t count, int d_qk) {
+void check_stride(const char* argument, int64_t stride, int64_t count, int width, const char* width_name) {
   check_not_negative(argument, stride);
-  if (stride != 0 && count > 1 && stride < d_qk) {
-    fail(argument, "{} = {} must be 0 (contiguous) or at least {} (d_qk)", argument, stride, d_qk);
+  if (stride != 0 && count > 1 && stride < width) {
+    fail(argument, "{} = {} must be 0 (contiguous) or at least {} ({})", argument, stride, width, width_name);
   }
 }
 
@@ -98,8 +100,8 @@ void check_query(const VerifyProblem& p) {
     fail("q.total_q", "q.total_q = {} is outside [0, {}]: q_indptr holds 32-bit numbers", p.q.total_q,
          kInt32Max);
   }
-  check_stride("q.head_stride", p.q.head_stride, p.shape.h_q, d_qk);
-  check_stride("q.token_stride", p.q.token_stride, p.q.total_q, d_qk);
+  check_stride("q.head_stride", p.q.head_stride, p.shape.h_q, d_qk, "d_qk");
+  check_stride("q.token_stride", p.q.token_stride, p.q.total_q, d_qk, "d_qk");
   const int64_t head_stride = q_head_stride(p);
   const int64_t token_stride = p.q.token_stride ? p.q.token_stride : saturating_mul(head_stride, p.shape.h_q);
   const int64_t last_head = saturating_mul(head_stride, p.shape.h_q - 1);
@@ -112,12 +114,20 @@ void check_query(const VerifyProblem& p) {
 }
 
 void check_pool(const VerifyProblem& p) {
-  check_enum("kv.dtype", p.kv.dtype, DType::kF8E4M3, "fp32, fp16, bf16, e4m3");
+  check_enum("kv.dtype", p.kv.dtype, DType::kF8E4M3Packed, "fp32, fp16, bf16, e4m3, e4m3_packed");
+  check_kv_widths(p.shape, p.kv.dtype);
   check_scale("kv.scale", p.kv.scale);
   check_not_negative("kv.num_pages", p.kv.num_pages);
   if (p.kv.page_size < 1) fail("kv.page_size", "kv.page_size = {} must be at least 1", p.kv.page_size);
   const int64_t num_rows = saturating_mul(p.kv.num_pages, p.kv.page_size);
-  check_stride("kv.row_stride", p.kv.row_stride, num_rows, p.shape.d_qk());
+  const bool packed = p.kv.dtype == DType::kF8E4M3Packed;
+  check_stride("kv.row_stride", p.kv.row_stride, num_rows, kv_row_elements(p.shape, p.kv.dtype),
+               packed ? "the bytes of a packed row" : "d_qk");
+  const auto row_alignment = static_cast<int64_t>(dtype_alignment(p.kv.dtype) / dtype_bytes(p.kv.dtype));
+  if (num_rows > 1 && p.kv.row_stride % row_alignment != 0) {
+    fail("kv.row_stride", "kv.row_stride = {} must be a multiple of {}: {} rows hold float32 scales",
+         p.kv.row_stride, row_alignment, dtype_name(p.kv.dtype));
+  }
   check_bytes("kv", saturating_mul(num_rows, kv_row_stride(p)),
               static_cast<int64_t>(dtype_bytes(p.kv.dtype)));
 }
@@ -277,7 +287,7 @@ void check_problem(const VerifyProblem& p) {
   const bool maybe_active = p.b > 0 && p.q.total_q > 0 && !on_host;
   const bool reads_kv = lengths.any_active || (maybe_active && p.kv.num_pages > 0);
   const bool reads_entries = lengths.any_active || (maybe_active && p.pages.num_entries > 0);
-  check_pointer("kv.data", p.kv.data, dtype_bytes(p.kv.dtype), reads_kv);
+  check_pointer("kv.data", p.kv.data, dtype_alignment(p.kv.dtype), reads_kv);
   check_pointer("pages.entries", p.pages.entries, p.pages.index_type == IndexType::kI32 ? 4 : 8,
                 reads_entries);
   if (see_contents) check_page_contents(p);

@@ -21,6 +21,7 @@
 
 #include "core/convert.hpp"
 #include "core/fail.hpp"
+#include "core/kv_row.hpp"
 #include "treemla/tree.hpp"
 
 namespace treemla {
@@ -60,10 +61,12 @@ inline float normal_from_hash(uint64_t h) {
 // Uniform in [0, n), n < 2^32.
 uint32_t below(uint64_t hash, uint64_t n) { return static_cast<uint32_t>(((hash >> 32) * n) >> 32); }
 
+// Of the numbers that a dtype can stand for. Those of packed rows end with the bf16 of their rope.
 double largest(DType t) {
   switch (t) {
     case DType::kF32:
     case DType::kBF16:
+    case DType::kF8E4M3Packed:
       return 3.3e38;
     case DType::kF16:
       return 65504;
@@ -82,6 +85,8 @@ double smallest_normal(DType t) {
       return 0x1p-14;
     case DType::kF8E4M3:
       return 0x1p-6;
+    case DType::kF8E4M3Packed:
+      return 0x1p-117;  // 512 times that of float32: a scale is a group's largest latent / 448
   }
   return 0;
 }
@@ -96,11 +101,13 @@ const char* tensor_dtype(DType t) {
       return "BF16";
     case DType::kF8E4M3:
       return "F8_E4M3";
+    case DType::kF8E4M3Packed:
+      return "U8";
   }
   return "?";
 }
 
-// Elements first .. first + n of the stream `key`, times `scale`, to dst.
+// Elements first .. first + n of the stream `key`, times `scale`, to dst. No packed rows: fill_row().
 void fill_normal(std::byte* dst, DType t, uint64_t key, uint64_t first, int64_t n, float scale) {
   const auto fill = [&](auto* to, auto convert) {
     for (int64_t i = 0; i < n; ++i) {
@@ -120,24 +127,19 @@ void fill_normal(std::byte* dst, DType t, uint64_t key, uint64_t first, int64_t 
     case DType::kF8E4M3:
       fill(reinterpret_cast<uint8_t*>(dst), float_to_e4m3);
       break;
+    case DType::kF8E4M3Packed:
+      break;
   }
 }
 
-void fill_nan(std::byte* dst, DType t, int64_t n) {
-  switch (t) {
-    case DType::kF32:
-      std::fill_n(reinterpret_cast<uint32_t*>(dst), n, 0x7FC00000u);
-      break;
-    case DType::kF16:
-      std::fill_n(reinterpret_cast<uint16_t*>(dst), n, uint16_t{0x7E00});
-      break;
-    case DType::kBF16:
-      std::fill_n(reinterpret_cast<uint16_t*>(dst), n, uint16_t{0x7FC0});
-      break;
-    case DType::kF8E4M3:
-      std::fill_n(reinterpret_cast<uint8_t*>(dst), n, uint8_t{0x7F});
-      break;
-  }
+// Row i of the cache: the numbers i * d_qk and on of the stream `key`.
+void fill_row(std::byte* dst, const MlaShape& shape, DType t, uint64_t key, int64_t i, float scale) {
+  const int d_qk = shape.d_qk();
+  const auto first = static_cast<uint64_t>(i) * static_cast<uint64_t>(d_qk);
+  if (t != DType::kF8E4M3Packed) return fill_normal(dst, t, key, first, d_qk, scale);
+  std::vector<float> row(static_cast<std::size_t>(d_qk));
+  fill_normal(reinterpret_cast<std::byte*>(row.data()), DType::kF32, key, first, d_qk, scale);
+  store_packed_row(row.data(), shape, dst);
 }
 
 // body(begin, end) over chunks of [0, n), on every core when there is enough to do.
@@ -246,8 +248,10 @@ Sizes check_spec(const CaseSpec& s) {
     fail("shape.d_rope", "shape.d_rope = {} is outside [0, {}]: d_qk is at most {}", s.shape.d_rope,
          kMaxWidth - s.shape.d_v, kMaxWidth);
   }
-  if (s.q_dtype == DType::kF8E4M3)
-    fail("q_dtype", "q_dtype = e4m3 is for caches only: allowed are fp32, fp16, bf16");
+  if (is_fp8(s.q_dtype)) {
+    fail("q_dtype", "q_dtype = {} is for caches only: allowed are fp32, fp16, bf16", dtype_name(s.q_dtype));
+  }
+  check_kv_widths(s.shape, s.kv_dtype);
   if (s.page_size < 1) fail("page_size", "page_size = {} must be at least 1", s.page_size);
   check_positive("sm_scale", s.sm_scale);
   check_positive("kv_scale", s.kv_scale);
@@ -425,6 +429,7 @@ Case generate_case(const CaseSpec& s) {
   c.page_size = s.page_size;
   c.mask = s.mask;
   c.kv_scale = s.kv_scale;
+  c.kv_packed = s.kv_dtype == DType::kF8E4M3Packed;
   c.source = "treemla generator: " + describe(s);
 
   {
@@ -439,7 +444,8 @@ Case generate_case(const CaseSpec& s) {
     c.set("q", tensor_dtype(s.q_dtype), {sizes.total_q, s.shape.h_q, d_qk}, q.get());
   }
   {
-    const auto row_bytes = d_qk * static_cast<int64_t>(dtype_bytes(s.kv_dtype));
+    const int64_t row_elements = kv_row_elements(s.shape, s.kv_dtype);
+    const auto row_bytes = row_elements * static_cast<int64_t>(dtype_bytes(s.kv_dtype));
     const int64_t num_rows = sizes.num_pages * s.page_size;
     auto kv = make_bytes("kv", num_rows * row_bytes);
     const uint64_t key = mix(s.seed, kCache);
@@ -448,14 +454,14 @@ Case generate_case(const CaseSpec& s) {
         const PageContent& page = pages[i / s.page_size];
         const int64_t slot = i % s.page_size;
         if (slot < page.num_rows) {
-          fill_normal(kv.get() + i * row_bytes, s.kv_dtype, key, (page.first_token + slot) * d_qk, d_qk,
-                      sizes.kv_scale);
+          fill_row(kv.get() + i * row_bytes, s.shape, s.kv_dtype, key, page.first_token + slot,
+                   sizes.kv_scale);
         } else {
-          fill_nan(kv.get() + i * row_bytes, s.kv_dtype, d_qk);
+          fill_nan(kv.get() + i * row_bytes, s.kv_dtype, row_elements);
         }
       }
     });
-    c.set("kv", tensor_dtype(s.kv_dtype), {num_rows, d_qk}, kv.get());
+    c.set("kv", tensor_dtype(s.kv_dtype), {num_rows, row_elements}, kv.get());
   }
   const auto set_ints = [&](const char* name, const std::vector<int32_t>& v) {
     c.set(name, "I32", {static_cast<int64_t>(v.size())}, v.data());

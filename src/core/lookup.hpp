@@ -23,7 +23,12 @@ inline int64_t pool_row(const PageTable& pages, int page_size, int64_t base, int
 }
 
 inline int64_t kv_row_stride(const VerifyProblem& p) {
-  return p.kv.row_stride ? p.kv.row_stride : p.shape.d_qk();
+  return p.kv.row_stride ? p.kv.row_stride : kv_row_elements(p.shape, p.kv.dtype);
+}
+// Row `row` of the pool.
+inline const void* kv_row_at(const VerifyProblem& p, int64_t row) {
+  return static_cast<const char*>(p.kv.data) +
+         row * kv_row_stride(p) * static_cast<int64_t>(dtype_bytes(p.kv.dtype));
 }
 inline int64_t q_head_stride(const VerifyProblem& p) {
   return p.q.head_stride ? p.q.head_stride : p.shape.d_qk();

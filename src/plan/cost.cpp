@@ -18,12 +18,13 @@ Work count_work(const MlaShape& shape, std::span<const int32_t> q_len, std::span
   const double row_io_bytes = d_qk * static_cast<double>(dtype_bytes(q_dtype)) +
                               d_v * static_cast<double>(dtype_bytes(out_dtype)) +
                               sizeof(float);  // q, out, lse
+  const double row_bytes = kv_row_elements(shape, kv_dtype) * static_cast<double>(dtype_bytes(kv_dtype));
   Work work;
   for (std::size_t r = 0; r < q_len.size(); ++r) {
     if (q_len[r] <= 0 || kv_len[r] <= 0) continue;
     const double rows = q_len[r] * h_q, keys = kv_len[r];
     work.flops += 2 * rows * keys * (d_qk + d_v);
-    work.kv_bytes += keys * d_qk * static_cast<double>(dtype_bytes(kv_dtype));
+    work.kv_bytes += keys * row_bytes;
     work.io_bytes += rows * row_io_bytes;
   }
   return work;

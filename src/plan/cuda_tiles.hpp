@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "plan/split.hpp"
+#include "treemla/dtype.hpp"
 
 namespace treemla {
 
@@ -138,6 +139,122 @@ inline const Fp32Tile* choose_fp32_tile(int d_v, int64_t requests, int64_t rows,
     const int64_t unit = policy.load_cost, pair = policy.pair_cost + ceil_div<int64_t>(keys, t.keys) * unit;
     int64_t cost = ceil_div<int64_t>(requests * ceil_div<int64_t>(rows, t.rows()) * pair, num_workers);
     if (cost < policy.pair_cost + unit) cost = policy.pair_cost + unit;
+    if (best == nullptr || cost < best_cost) {
+      best = &t;
+      best_cost = cost;
+    }
+  }
+  return best;
+}
+
+// How cuda_mma finds the cache: in 16 bits, as e4m3 with one scale, or as packed rows with a scale every 128 latents.
+enum class MmaCache { k16Bit, kE4M3, kPacked };
+constexpr MmaCache mma_cache(DType kv_dtype) {
+  return kv_dtype == DType::kF8E4M3         ? MmaCache::kE4M3
+         : kv_dtype == DType::kF8E4M3Packed ? MmaCache::kPacked
+                                            : MmaCache::k16Bit;
+}
+
+// cuda_mma: row_tiles x 8 (node, head) rows against tiles of 16 keys, 8 warps in two groups. A row's bits don't depend on the tile.
+struct MmaTile {
+  static constexpr int kThreads = 256;
+  static constexpr int kKeys = 16;
+  static constexpr int kRope = 64;  // rope columns that there is room for
+  int d_v = 0;
+  MmaCache cache = MmaCache::k16Bit;
+  int row_tiles = 0;  // of 8 rows; the first group has half of them, rounded up
+  int stages = 3;     // of the ring of key tiles
+  // Of a group's queries, pieces of 16 columns that live in shared memory; the others are in registers.
+  int q_steps[2] = {};
+  int blocks = 1;  // an SM, as far as registers go
+  // Hundredths of a microsecond that a key tile takes on an SM of the H200, as measured or between two that were.
+  int tile_cost = 0;
+
+  constexpr int rows() const { return 8 * row_tiles; }
+  // 16 bytes past the row's own: 8 rows in a column then lie in different banks.
+  constexpr int key_stride() const { return 2 * (d_v + kRope) + 16; }
+  constexpr int stage_bytes() const { return kKeys * key_stride(); }
+  // FP8 rows are copied as they are, two tiles ahead, and widened into the ring.
+  static constexpr int kRawTiles = 2;
+  constexpr int raw_row_bytes() const {
+    if (cache == MmaCache::k16Bit) return 0;
+    return cache == MmaCache::kE4M3 ? d_v + kRope : d_v + 4 * (d_v / 128) + 2 * kRope;
+  }
+  constexpr int raw_bytes() const { return kRawTiles * kKeys * raw_row_bytes(); }
+  constexpr int scales_bytes() const { return cache == MmaCache::kPacked ? 16 * stages * kKeys : 0; }
+  // Pieces of 16 columns of a quarter of a row.
+  constexpr int steps() const { return d_v / 64 + kRope / 64; }
+  constexpr int q_bytes(int group) const { return (row_tiles + 1 - group) / 2 * 4 * 256 * q_steps[group]; }
+  constexpr int parts_bytes() const { return row_tiles * 3 * 512; }
+  static constexpr int kWeightStride = 2 * kKeys + 16;
+  // Weights times each of the four scales of a packed row.
+  constexpr int weight_copies() const { return cache == MmaCache::kPacked ? 4 : 1; }
+  constexpr int weights_bytes() const { return rows() * kWeightStride; }
+  constexpr int smem_bytes() const {
+    return round_up(stages * stage_bytes() + raw_bytes() + scales_bytes() + q_bytes(0) + q_bytes(1) +
+                        parts_bytes() + weight_copies() * weights_bytes() + 4 * rows() + 16 * stages +
+                        4 * row_tiles,
+                    16) +
+           (row_tiles > 8 ? 512 : 0);
+  }
+
+  // In hundredths of a microsecond on the H200.
+  constexpr TilePolicy policy() const {
+    TilePolicy t;
+    t.rows_per_tile = rows();
+    t.row_granularity = rows();  // narrow row tiles take as long as full ones
+    t.keys_per_tile = kKeys;
+    t.row_cost = 0;
+    t.load_cost = tile_cost;
+    t.pair_cost = 600 + 60 * row_tiles;
+    return t;
+  }
+};
+
+// The compiled instances. Widest rows first: they make the most of each loaded key.
+inline constexpr MmaTile kMmaTiles[] = {
+    {512, MmaCache::k16Bit, 9, 3, {5, 0}, 1, 145},  // 72 rows: 8 heads x 9 nodes
+    {512, MmaCache::k16Bit, 8, 3, {2, 2}, 1, 107},  // 64 rows
+    {512, MmaCache::k16Bit, 4, 4, {0, 0}, 1, 85},   // 32 rows
+    {512, MmaCache::k16Bit, 2, 4, {0, 0}, 2, 110},  // 16 rows
+    {512, MmaCache::k16Bit, 1, 4, {0, 0}, 2, 75},   // 8 rows: a decoded token of a TP8 rank
+    {256, MmaCache::k16Bit, 8, 4, {0, 0}, 1, 90},   // 64 rows
+    {256, MmaCache::k16Bit, 2, 4, {0, 0}, 2, 90},   // 16 rows
+    // FP8: two stages, for what is copied ahead waits elsewhere.
+    {512, MmaCache::kE4M3, 8, 2, {2, 2}, 1, 170},    // 64 rows
+    {512, MmaCache::kE4M3, 4, 2, {0, 0}, 1, 130},    // 32 rows
+    {512, MmaCache::kE4M3, 1, 2, {0, 0}, 2, 194},    // 8 rows
+    {256, MmaCache::kE4M3, 8, 2, {0, 0}, 1, 120},    // 64 rows
+    {512, MmaCache::kPacked, 8, 2, {2, 2}, 1, 213},  // packed rows: 64 rows
+    {512, MmaCache::kPacked, 4, 2, {0, 0}, 1, 165},  // 32 rows
+    {512, MmaCache::kPacked, 1, 2, {0, 0}, 2, 224},  // 8 rows
+};
+
+constexpr MmaTile find_mma_tile(int d_v, int rows, MmaCache cache) {
+  for (const MmaTile& t : kMmaTiles)
+    if (t.d_v == d_v && t.rows() == rows && t.cache == cache) return t;
+  return {};
+}
+
+// The tile that should end first for `requests` requests of about `rows` (node, head) rows and at most `keys` keys: work shared out over
+// the workers, a beginning and an end for each piece of it, and the merge of a row's pieces.
+inline const MmaTile* choose_mma_tile(int d_v, MmaCache cache, int64_t requests, int64_t rows, int64_t keys,
+                                      int num_sms, int64_t smem_per_sm) {
+  const MmaTile* best = nullptr;
+  int64_t best_cost = 0;
+  for (const MmaTile& t : kMmaTiles) {
+    if (t.d_v != d_v || t.cache != cache) continue;
+    const TilePolicy policy = t.policy();
+    const int64_t by_smem = smem_per_sm / (t.smem_bytes() + 1024);
+    const int64_t workers = num_sms * (by_smem < t.blocks ? (by_smem > 0 ? by_smem : 1) : t.blocks);
+    const int64_t pairs = requests * ceil_div<int64_t>(rows, t.rows()),
+                  tiles = ceil_div<int64_t>(keys, MmaTile::kKeys);
+    if (pairs == 0 || tiles == 0) return &t;
+    constexpr int64_t kMergeCost = 6;  // of one more piece
+    const int64_t work = pairs * tiles * policy.load_cost / workers;
+    const int64_t pieces = workers / pairs < tiles ? workers / pairs : tiles;
+    const int64_t cost = (work > policy.load_cost ? work : policy.load_cost) + policy.pair_cost +
+                         policy.pair_cost * pairs / workers + kMergeCost * pieces;
     if (best == nullptr || cost < best_cost) {
       best = &t;
       best_cost = cost;

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <filesystem>
 #include <limits>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -43,6 +44,25 @@ std::vector<std::string> cuda_backends() {
   return names;
 }
 
+// Tensor cores round weights to 16 bits: such backends take 16-bit caches only, and are judged by those bounds.
+bool is_16_bit(const std::string& backend) {
+  CaseSpec spec;
+  spec.requests = {{1, 1}};
+  spec.shape = {1, 512, 64};
+  spec.q_dtype = spec.kv_dtype = DType::kF32;
+  return !why_unsupported_hosted(backend, generate_case(spec).problem()).empty();
+}
+DType native_dtype(const std::string& backend) { return is_16_bit(backend) ? DType::kBF16 : DType::kF32; }
+// Every cache dtype that the backend takes with queries of one of its own.
+std::vector<DType> cache_dtypes(const std::string& backend) {
+  if (!is_16_bit(backend)) return {DType::kF32, DType::kBF16, DType::kF16};
+  return {DType::kBF16, DType::kF16, DType::kF8E4M3, DType::kF8E4M3Packed};
+}
+DType query_dtype(DType cache) { return is_fp8(cache) ? DType::kBF16 : cache; }
+Comparison judge(Instance& instance, const std::string& backend) {
+  return instance.judge(is_16_bit(backend) ? precision_of(instance.problem().q.dtype) : Precision::kF32);
+}
+
 // Cases and expected values once for all backends: the oracle is what takes the time.
 struct Suite {
   std::vector<CaseParam> params;
@@ -66,6 +86,7 @@ Suite& random_suite() {
 
 class CudaBackends : public testing::TestWithParam<std::string> {
  protected:
+  void replay_one_graph(DType dtype);
   void run_suite(Suite& suite) {
     int run = 0, refused = 0;
     for (std::size_t i = 0; i < suite.params.size(); ++i) {
@@ -81,7 +102,7 @@ class CudaBackends : public testing::TestWithParam<std::string> {
       ++run;
       instance.poison_output();
       ASSERT_NO_THROW(verify_hosted(p, instance.output(), options));
-      const Comparison c = instance.judge();
+      const Comparison c = judge(instance, GetParam());
       EXPECT_TRUE(c.ok) << c.failure;
       const std::vector<unsigned char> first = instance.raw_out();
       const Floats first_lse = instance.lse();
@@ -108,7 +129,7 @@ TEST_P(CudaBackends, RecordedCases) {
     for (DType out : {DType::kF32, DType::kBF16}) {
       Instance instance(c, {.out_dtype = out});
       verify_hosted(instance.problem(), instance.output(), {.backend = GetParam()});
-      const Comparison result = instance.judge();
+      const Comparison result = judge(instance, GetParam());
       EXPECT_TRUE(result.ok) << entry.path() << ": " << result.failure;
       fmt::print("    {} {} {}: rel {:.2e}, abs {:.2e}, lse {:.2e}, {:.0f}% of the bound\n",
                  entry.path().stem().string(), GetParam(), dtype_name(out), result.rel_fro, result.max_abs,
@@ -119,6 +140,7 @@ TEST_P(CudaBackends, RecordedCases) {
 
 // Scores below 1 and rows scaled so that outputs are about 0.02, as they are by themselves at prefix 2048: every digit shows.
 TEST_P(CudaBackends, NearUniform) {
+  if (is_16_bit(GetParam())) GTEST_SKIP() << "weights of 16 bits";
   struct Shape {
     int h_q;
     std::vector<RequestSpec> requests;
@@ -144,7 +166,7 @@ TEST_P(CudaBackends, NearUniform) {
     add_expected(generated);
     Instance instance(generated, {});
     verify_hosted(instance.problem(), instance.output(), {.backend = GetParam()});
-    const Comparison c = instance.judge();
+    const Comparison c = judge(instance, GetParam());
     EXPECT_TRUE(c.ok) << c.failure;
     fmt::print("    {} h_q {} prefix {}: worst error {:.2e}\n", GetParam(), s.h_q, s.requests[0].prefix_len,
                c.max_abs);
@@ -154,12 +176,13 @@ TEST_P(CudaBackends, NearUniform) {
 
 // Sums over many keys keep their digits.
 TEST_P(CudaBackends, LongPrefix) {
-  static std::unique_ptr<Instance> instance;
+  static std::map<DType, std::unique_ptr<Instance>> instances;
+  std::unique_ptr<Instance>& instance = instances[native_dtype(GetParam())];
   if (!instance) {
     CaseParam param;
     param.spec.requests = {{57000, 3}, {30000, 2}};
     param.spec.shape = {2, 512, 64};
-    param.spec.q_dtype = param.spec.kv_dtype = DType::kF32;
+    param.spec.q_dtype = param.spec.kv_dtype = native_dtype(GetParam());
     instance = std::make_unique<Instance>(param);
   }
   for (const bool batch_invariant : {false, true}) {
@@ -168,7 +191,7 @@ TEST_P(CudaBackends, LongPrefix) {
                   {.backend = GetParam(),
                    .batch_invariant = batch_invariant,
                    .split_keys = batch_invariant ? 1 << 20 : 0});
-    const Comparison c = instance->judge();
+    const Comparison c = judge(*instance, GetParam());
     EXPECT_TRUE(c.ok) << c.failure;
     fmt::print("    {} {}: rel {:.2e}, abs {:.2e}, lse {:.2e}\n", GetParam(),
                batch_invariant ? "in one piece" : "split", c.rel_fro, c.max_abs, c.max_lse);
@@ -264,15 +287,29 @@ TEST(DevicePlan, EqualsTheHostPlanItemByItem) {
 struct Serving {
   static constexpr int kRequests = 6, kTotalQ = 60, kStride = 700, kPool = 4096;
   MlaShape shape{5, 512, 64};
-  Floats q, kv;
+  DType dtype;
+  std::vector<unsigned char> q, kv;
   std::vector<int32_t> q_indptr = std::vector<int32_t>(kRequests + 1),
                        kv_len = std::vector<int32_t>(kRequests), parents, entries;
 
-  explicit Serving(uint64_t seed) : entries(kRequests * kStride, 2147480000) {
-    q.resize(static_cast<std::size_t>(kTotalQ) * shape.h_q * shape.d_qk());
-    kv.resize(static_cast<std::size_t>(kPool) * shape.d_qk());
-    for (std::size_t i = 0; i < q.size(); ++i) q[i] = counter_normal(seed, i);
-    for (std::size_t i = 0; i < kv.size(); ++i) kv[i] = counter_normal(seed + 1, i);
+  Serving(uint64_t seed, DType type) : dtype(type), entries(kRequests * kStride, 2147480000) {
+    q.resize(static_cast<std::size_t>(kTotalQ) * shape.h_q * shape.d_qk() * dtype_bytes(query_dtype(dtype)));
+    for (int64_t i = 0; i < int64_t{kTotalQ} * shape.h_q * shape.d_qk(); ++i)
+      store_element(q.data(), query_dtype(dtype), i, counter_normal(seed, static_cast<uint64_t>(i)));
+    CaseSpec spec;  // its pool serves as ours
+    spec.requests = {{kPool, 1}};
+    spec.shape = {1, shape.d_v, shape.d_rope};
+    spec.kv_dtype = dtype;
+    spec.q_dtype = query_dtype(dtype);
+    spec.seed = seed + 1;
+    const Case c = generate_case(spec);
+    const VerifyProblem p = c.problem();
+    const int64_t row_bytes = kv_row_stride(p) * static_cast<int64_t>(dtype_bytes(dtype));
+    for (int t = 0; t < kPool; ++t) {
+      const char* row = static_cast<const char*>(p.kv.data) +
+                        pool_row(p.pages, p.kv.page_size, page_base(p.pages, 0), t) * row_bytes;
+      kv.insert(kv.end(), row, row + row_bytes);
+    }
     draw(seed);
   }
 
@@ -295,8 +332,8 @@ struct Serving {
     VerifyProblem p;
     p.shape = shape;
     p.b = kRequests;
-    p.q = {q.data(), DType::kF32, total_q, 0, 0};
-    p.kv = {kv.data(), DType::kF32, kPool, 1, 0, 1.0};
+    p.q = {q.data(), query_dtype(dtype), total_q, 0, 0};
+    p.kv = {kv.data(), dtype, kPool, 1, 0, 1.0};
     p.pages = {entries.data(), IndexType::kI32, static_cast<int64_t>(entries.size()), nullptr, kStride};
     p.q_indptr = q_indptr.data();
     p.kv_len = kv_len.data();
@@ -310,7 +347,13 @@ struct Serving {
 };
 
 TEST_P(CudaBackends, OneGraphServesManyLengths) {
-  Serving s(100);
+  for (const DType dtype : cache_dtypes(GetParam())) {
+    SCOPED_TRACE(dtype_name(dtype));
+    replay_one_graph(dtype);
+  }
+}
+void CudaBackends::replay_one_graph(DType dtype) {
+  Serving s(100, dtype);
   const Backend& backend = *find_backend(GetParam());
   const MemorySpace& space = cuda_memory();
   cudaStream_t stream = static_cast<cudaStream_t>(space.make_stream());
@@ -350,8 +393,9 @@ TEST_P(CudaBackends, OneGraphServesManyLengths) {
       Floats expected(static_cast<std::size_t>(used) * s.shape.h_q * s.shape.d_v),
           expected_lse(static_cast<std::size_t>(used) * s.shape.h_q);
       verify(s.problem(used), {expected.data(), DType::kF32, expected_lse.data()}, {.backend = "cpu_oracle"});
-      const Comparison c = compare(s.shape, used, out.data(), expected.data(), lse.data(),
-                                   expected_lse.data(), Precision::kF32);
+      const Comparison c =
+          compare(s.shape, used, out.data(), expected.data(), lse.data(), expected_lse.data(),
+                  is_16_bit(GetParam()) ? precision_of(query_dtype(s.dtype)) : Precision::kF32);
       ASSERT_TRUE(c.ok) << "set " << set << ": " << c.failure;
       for (std::size_t i = expected.size(); i < out.size(); ++i)
         ASSERT_EQ(out[i], 0.0f) << "set " << set << ": a padded row";
@@ -443,38 +487,100 @@ TEST_P(CudaBackends, BatchInvariant) {
 // ---- poison and lies ----
 
 TEST_P(CudaBackends, NanOfATreeRowReachesOnlyItsDescendants) {
-  CaseSpec spec;
-  spec.requests = {{130, 21}};
-  spec.shape = {9, 512, 64};
-  spec.q_dtype = spec.kv_dtype = DType::kF32;
-  const Case c = generate_case(spec);
-  VerifyProblem p = c.problem();
-  const Rows clean(p, {.backend = GetParam()});
-  Floats kv(static_cast<const float*>(p.kv.data),
-            static_cast<const float*>(p.kv.data) + p.kv.num_pages * p.kv.page_size * p.shape.d_qk());
-  p.kv.data = kv.data();
-  for (const int poisoned : {3, 11, 20}) {
-    const int64_t row = pool_row(p.pages, p.kv.page_size, page_base(p.pages, 0), 130 + poisoned);
-    const Floats saved(kv.begin() + row * p.shape.d_qk(), kv.begin() + (row + 1) * p.shape.d_qk());
-    std::fill_n(kv.begin() + row * p.shape.d_qk(), p.shape.d_qk(), std::nanf(""));
-    const Rows dirty(p, {.backend = GetParam()});
-    for (int i = 0; i < 21; ++i) {
-      bool descends = false;
-      for (int j = i; j >= 0; j = p.mask.parents[j]) descends |= j == poisoned;
-      if (descends)
-        EXPECT_TRUE(std::isnan(dirty.nodes(p.shape, i, 1)[0])) << "node " << i << " sees node " << poisoned;
-      else
-        EXPECT_TRUE(same_bits(clean.nodes(p.shape, i, 1), dirty.nodes(p.shape, i, 1)))
-            << "node " << i << " does not see node " << poisoned;
+  for (const DType dtype : cache_dtypes(GetParam())) {
+    SCOPED_TRACE(dtype_name(dtype));
+    CaseSpec spec;
+    spec.requests = {{130, 21}};
+    spec.shape = {9, 512, 64};
+    spec.kv_dtype = dtype;
+    spec.q_dtype = query_dtype(dtype);
+    const Case c = generate_case(spec);
+    VerifyProblem p = c.problem();
+    const Rows clean(p, {.backend = GetParam()});
+    const int64_t row_bytes = kv_row_stride(p) * static_cast<int64_t>(dtype_bytes(p.kv.dtype));
+    std::vector<unsigned char> kv(static_cast<std::size_t>(p.kv.num_pages * p.kv.page_size * row_bytes));
+    std::memcpy(kv.data(), p.kv.data, kv.size());
+    p.kv.data = kv.data();
+    for (const int poisoned : {3, 11, 20}) {
+      const int64_t row = pool_row(p.pages, p.kv.page_size, page_base(p.pages, 0), 130 + poisoned);
+      const std::vector<unsigned char> saved(kv.begin() + row * row_bytes,
+                                             kv.begin() + (row + 1) * row_bytes);
+      std::memset(kv.data() + row * row_bytes, 0xFF,
+                  static_cast<std::size_t>(row_bytes));  // NaN in every dtype
+      const Rows dirty(p, {.backend = GetParam()});
+      for (int i = 0; i < 21; ++i) {
+        bool descends = false;
+        for (int j = i; j >= 0; j = p.mask.parents[j]) descends |= j == poisoned;
+        if (descends)
+          EXPECT_TRUE(std::isnan(dirty.nodes(p.shape, i, 1)[0])) << "node " << i << " sees node " << poisoned;
+        else
+          EXPECT_TRUE(same_bits(clean.nodes(p.shape, i, 1), dirty.nodes(p.shape, i, 1)))
+              << "node " << i << " does not see node " << poisoned;
+      }
+      std::copy(saved.begin(), saved.end(), kv.begin() + row * row_bytes);
     }
-    std::copy(saved.begin(), saved.end(), kv.begin() + row * p.shape.d_qk());
+  }
+}
+
+// Slots near the end of a pool of more than 2^31 elements, everything else NaN, against the same rows in a small pool.
+TEST_P(CudaBackends, PoolBeyond2To31Elements) {
+  for (const DType dtype : cache_dtypes(GetParam())) {
+    SCOPED_TRACE(dtype_name(dtype));
+    CaseSpec spec;
+    spec.requests = {{600, 9}};
+    spec.shape = {8, 512, 64};
+    spec.kv_dtype = dtype;
+    spec.q_dtype = query_dtype(dtype);
+    const Case c = generate_case(spec);
+    const VerifyProblem small = c.problem();
+    const Rows expected(small, {.backend = GetParam()});
+
+    const int64_t row_bytes = kv_row_stride(small) * static_cast<int64_t>(dtype_bytes(dtype)),
+                  rows = (int64_t{1} << 31) / kv_row_stride(small) + 5000;
+    std::size_t available = 0, total = 0;
+    check_cuda(cudaMemGetInfo(&available, &total), "cudaMemGetInfo");
+    if (available < static_cast<std::size_t>(rows * row_bytes) + (std::size_t{1} << 28))
+      GTEST_SKIP() << "too little device memory";
+    void* pool = nullptr;
+    check_cuda(cudaMalloc(&pool, static_cast<std::size_t>(rows * row_bytes)), "cudaMalloc");
+    check_cuda(cudaMemset(pool, 0xFF, static_cast<std::size_t>(rows * row_bytes)), "cudaMemset");
+    std::vector<int32_t> entries(static_cast<std::size_t>(small.kv_len[0]));
+    for (std::size_t t = 0; t < entries.size(); ++t) {
+      entries[t] = static_cast<int32_t>(rows - 1 - 7 * static_cast<int64_t>(t));
+      const int64_t from =
+          pool_row(small.pages, small.kv.page_size, page_base(small.pages, 0), static_cast<int>(t));
+      check_cuda(cudaMemcpy(static_cast<char*>(pool) + entries[t] * row_bytes,
+                            static_cast<const char*>(small.kv.data) + from * row_bytes,
+                            static_cast<std::size_t>(row_bytes), cudaMemcpyHostToDevice),
+                 "cudaMemcpy");
+    }
+    VerifyProblem large = small;
+    large.kv.num_pages = small.kv.num_pages * small.kv.page_size;
+    large.kv.page_size = 1;
+    const std::vector<int32_t> indptr = {0, small.kv_len[0]};
+    std::vector<int32_t> placeholder(entries.size(), 0);
+    large.pages = {placeholder.data(), IndexType::kI32, static_cast<int64_t>(entries.size()), indptr.data(),
+                   0};
+    HostedProblem there(*find_backend(GetParam()), large);
+    VerifyProblem p = there.problem();
+    Arrays arrays;
+    p.kv.data = pool;
+    p.kv.num_pages = rows;
+    p.pages.entries = arrays.upload(entries);
+    Floats out(expected.out.size(), std::nanf("")), lse(expected.lse.size(), std::nanf(""));
+    HostedOutput output(*find_backend(GetParam()), p, {out.data(), DType::kF32, lse.data()});
+    verify(p, output.output(), {.backend = GetParam()});
+    output.fetch();
+    EXPECT_TRUE(same_bits(out, expected.out));
+    EXPECT_TRUE(same_bits(lse, expected.lse));
+    check_cuda(cudaFree(pool), "cudaFree");
   }
 }
 
 // Lengths, tables and parents full of garbage: nothing crashes or is read out of bounds (run this under compute-sanitizer), every row
 // is written, and check_device() says what was wrong.
 TEST_P(CudaBackends, GarbageIsHarmless) {
-  Serving s(7);
+  Serving s(7, native_dtype(GetParam()));
   const Backend& backend = *find_backend(GetParam());
   std::mt19937_64 rng(5);
   const int32_t wild[] = {-1, -2147483647 - 1, 2147483647, 61, 1 << 20, -77, 100000, 0};
@@ -521,7 +627,7 @@ TEST_P(CudaBackends, GarbageIsHarmless) {
 }
 
 TEST(DeviceCheck, NamesWhatIsWrong) {
-  Serving s(21);
+  Serving s(21, native_dtype(cuda_backends().front()));
   s.q_indptr = {0, 9, 9, 20, 30, 40, 60};
   s.kv_len = {100, 0, 64, 300, 10, 20};
   for (int r = 0; r < Serving::kRequests; ++r) {

@@ -26,7 +26,7 @@ TENSORS = {
     "expected_out": ({"F32"}, ["total_q", "h_q", "d_v"], False),
     "expected_lse": ({"F32"}, ["total_q", "h_q"], False),
 }
-NUMPY = {"F32": np.float32, "F16": np.float16, "I32": np.int32}
+NUMPY = {"F32": np.float32, "F16": np.float16, "I32": np.int32, "U8": np.uint8}
 
 
 def check(path):
@@ -45,8 +45,14 @@ def check(path):
         require(np.isfinite(float(meta["sm_scale"])) and float(meta.get("kv_scale", "1")) > 0, "scales")
 
         sizes = {"d_v": d_v, "d_qk": d_v + d_rope}
+        tensors = dict(TENSORS)
+        if "kv_layout" in meta:
+            require(meta["kv_layout"] == "e4m3_packed", f"kv_layout is {meta['kv_layout']}")
+            require(d_v % 128 == 0 and d_rope % 2 == 0, f"packed rows of d_v {d_v}, d_rope {d_rope}")
+            sizes["row_bytes"] = d_v + d_v // 128 * 4 + d_rope * 2
+            tensors["kv"] = ({"U8"}, ["rows", "row_bytes"], True)
         loaded = {}
-        for name, (dtypes, symbols, required) in TENSORS.items():
+        for name, (dtypes, symbols, required) in tensors.items():
             if name not in keys:
                 require(not required and not (name == "parents" and meta["mask"] == "tree"), f"{name} is missing")
                 continue
@@ -69,9 +75,14 @@ def check(path):
             pages = loaded["page_indices"][loaded["page_indptr"][r] : loaded["page_indptr"][r + 1]]
             if begin == end or length == 0:
                 continue  # padding
-            needed = -(-length // page_size)
+            needed = int(-(-length // page_size))
             require(length >= end - begin and len(pages) >= needed, f"request {r}: kv_len {length}, {len(pages)} pages")
             require((pages[:needed] >= 0).all() and (pages[:needed] < sizes["rows"] // page_size).all(), f"request {r}: pages")
+            if "kv_layout" in meta:
+                tokens = np.arange(length)
+                rows = loaded["kv"][pages[tokens // page_size] * page_size + tokens % page_size]
+                scales = np.ascontiguousarray(rows[:, d_v : d_v + d_v // 32]).view("<f4")
+                require((scales > 0).all() and np.isfinite(scales).all(), f"request {r}: scales")
             if meta["mask"] == "tree":
                 parents = loaded["parents"][begin:end]
                 require(parents[0] == -1 and all(0 <= p < i for i, p in enumerate(parents) if i), f"request {r}: parents")

@@ -1,11 +1,13 @@
-// bench_kernels: the float32 ladder against itself.
+// bench_kernels: the float32 ladder against itself, or any backends over the grid that other libraries were measured on.
 //
 //     bs q_len prefix naive_us flash_us speedup         flash is cuda_warp_per_key; --ladder has a column for every rung
+//     --grid: the backends of --backend (default cuda_mma) over b, q_len, h_q, prefix, bf16, each checked against cuda_fp32_tiled
 //
 // Random data made on the device, pages of one token in random order, random trees. Times are medians of CUDA-graph replays of run():
 // planned once, as an engine does for all the layers of a step. warm: back to back; cold: L2 flushed before each sample.
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -38,10 +40,11 @@ using Json = nlohmann::ordered_json;
 
 struct Options {
   std::vector<int> bs = {1}, q_len = {9, 33}, prefix = {256, 1024, 4096, 16384, 65536};
-  int h_q = 64, page_size = 1, samples = 0;
+  std::vector<int> h_q = {64};
+  int page_size = 1, samples = 0;
   std::string dtype = "fp32", csv, json;
-  std::vector<std::string> backends;  // beside the two of the table
-  bool ladder = false, no_cold = false;
+  std::vector<std::string> backends;  // beside the two of the table; with --grid: instead of them
+  bool ladder = false, no_cold = false, grid = false;
   double seconds = 0.25;  // a measurement
 };
 
@@ -50,16 +53,16 @@ constexpr MlaShape kWidths{0, 512, 64};
 
 // One shape's problem on the device. The pool is shared by the rows of a prefix.
 struct Row {
-  int bs, q_len, prefix;
+  int bs, q_len, h_q, prefix;
   VerifyProblem problem;
   std::vector<int32_t> q_indptr, kv_len;
   std::vector<std::unique_ptr<Block>> blocks;
 
-  Row(const Options& o, int bs_, int q_len_, int prefix_, const void* pool, int64_t num_pages)
-      : bs(bs_), q_len(q_len_), prefix(prefix_) {
+  Row(const Options& o, int bs_, int q_len_, int h_q_, int prefix_, const void* pool, int64_t num_pages)
+      : bs(bs_), q_len(q_len_), h_q(h_q_), prefix(prefix_) {
     VerifyProblem& p = problem;
     p.shape = kWidths;
-    p.shape.h_q = o.h_q;
+    p.shape.h_q = h_q;
     p.b = bs;
     p.sm_scale = kSmScale;
     p.memory = Memory::kDevice;
@@ -80,7 +83,7 @@ struct Row {
     const DType dtype = parse_dtype(o.dtype);
     p.q.dtype = p.kv.dtype = dtype;
     p.q.total_q = bs * q_len;
-    const int64_t q_count = p.q.total_q * o.h_q * p.shape.d_qk();
+    const int64_t q_count = p.q.total_q * h_q * p.shape.d_qk();
     blocks.push_back(std::make_unique<Block>(q_count * dtype_bytes(dtype)));
     p.q.data = blocks.back()->get();
     // Scores of standard deviation 4.
@@ -102,7 +105,7 @@ struct Row {
 
   Work work() const {
     const std::vector<int32_t> q(static_cast<std::size_t>(bs), q_len);
-    return count_work(problem.shape, q, kv_len, problem.q.dtype, problem.kv.dtype, DType::kF32);
+    return count_work(problem.shape, q, kv_len, problem.q.dtype, problem.kv.dtype, problem.q.dtype);
   }
 };
 
@@ -122,19 +125,8 @@ double spread(std::vector<double> v) {
   return (v[v.size() * 3 / 4] - v[v.size() / 4]) / 2 / v[v.size() / 2];
 }
 
-Result run(const Options& o, const Row& row, const std::string& backend, void* stream) {
-  Result r;
-  r.not_run = why_unsupported(backend, row.problem);
-  if (!r.not_run.empty()) return r;
-  const VerifyProblem& p = row.problem;
-  const auto rows = static_cast<std::size_t>(p.q.total_q * p.shape.h_q),
-             elements = rows * static_cast<std::size_t>(p.shape.d_v);
-  r.out.assign(elements, std::nanf(""));
-  r.lse.assign(rows, std::nanf(""));
-  const auto out = Block::of(r.out), lse = Block::of(r.lse);
-  Verifier verifier({.backend = backend, .stream = stream});
-  verifier.plan(p);
-  const auto enqueue = [&] { verifier.run(p, {out->get(), DType::kF32, static_cast<float*>(lse->get())}); };
+template <class F>
+void measure(const Options& o, Result& r, void* stream, const F& enqueue) {
   const MemorySpace& space = cuda_memory();
   const double once = median(space.measure(stream, enqueue, 3, false));
   const int samples = o.samples > 0 ? o.samples : static_cast<int>(std::clamp(o.seconds / once, 5.0, 200.0));
@@ -142,10 +134,34 @@ Result run(const Options& o, const Row& row, const std::string& backend, void* s
   r.warm_s = median(warm);
   r.noise = spread(warm);
   if (!o.no_cold) r.cold_s = median(space.measure(stream, enqueue, std::min(samples, 50), true));
+}
+
+// Outputs in the dtype of the queries, as an engine takes them. timed false: one run, for the results alone.
+Result run(const Options& o, const Row& row, const std::string& backend, void* stream, bool timed = true) {
+  Result r;
+  r.not_run = why_unsupported(backend, row.problem);
+  if (!r.not_run.empty()) return r;
+  const VerifyProblem& p = row.problem;
+  const auto rows = static_cast<std::size_t>(p.q.total_q * p.shape.h_q),
+             elements = rows * static_cast<std::size_t>(p.shape.d_v);
+  r.out.resize(elements);
+  r.lse.assign(rows, std::nanf(""));
+  std::vector<unsigned char> raw(elements * dtype_bytes(p.q.dtype), 0xFF);  // NaN in every dtype
+  const auto out = Block::of(raw), lse = Block::of(r.lse);
+  Verifier verifier({.backend = backend, .stream = stream});
+  verifier.plan(p);
+  const auto enqueue = [&] { verifier.run(p, {out->get(), p.q.dtype, static_cast<float*>(lse->get())}); };
+  const MemorySpace& space = cuda_memory();
+  if (timed)
+    measure(o, r, stream, enqueue);
+  else
+    enqueue();
   verifier.check_device();
-  space.download(r.out.data(), out->get(), elements * sizeof(float), stream);
+  space.download(raw.data(), out->get(), raw.size(), stream);
   space.download(r.lse.data(), lse->get(), rows * sizeof(float), stream);
   space.synchronize(stream);
+  for (std::size_t i = 0; i < elements; ++i)
+    r.out[i] = load_element(raw.data(), p.q.dtype, static_cast<int64_t>(i));
   return r;
 }
 
@@ -199,7 +215,7 @@ class Records {
                  flops_per_s = r.not_run.empty() ? work.flops / r.warm_s : 0;
     if (csv_) {
       csv_ << fmt::format("{},{},{},{},tree,random,{},{},{},{},", csv_field(device_), backend, o_.dtype,
-                          o_.page_size, row.bs, row.q_len, o_.h_q, row.prefix);
+                          o_.page_size, row.bs, row.q_len, row.h_q, row.prefix);
       if (r.not_run.empty())
         csv_ << fmt::format("{:.3f},{:.3f},{:.4f},{:.3f},{:.5f},{:.4f},{:.4f}", 1e6 * r.warm_s,
                             1e6 * r.cold_s, r.noise, bytes_per_s / 1e9, flops_per_s / 1e12,
@@ -210,7 +226,7 @@ class Records {
       csv_ << fmt::format(",{},,{},{},{}\n", checked, revision_, date_, csv_field(r.not_run)) << std::flush;
     }
     Json j = {{"backend", backend}, {"dtype", o_.dtype}, {"page_size", o_.page_size}, {"b", row.bs},
-              {"s_q", row.q_len},   {"h_q", o_.h_q},     {"prefix", row.prefix}};
+              {"s_q", row.q_len},   {"h_q", row.h_q},    {"prefix", row.prefix}};
     if (r.not_run.empty()) {
       j.update({{"warm_us", 1e6 * r.warm_s},
                 {"cold_us", 1e6 * r.cold_s},
@@ -255,6 +271,64 @@ std::vector<std::string> ladder() {
   return there;
 }
 
+constexpr const char* kReference = "cuda_fp32_tiled";
+
+// A row a shape; the last column is the faster of the card's memory and its matrix rate by data sheet, over cold_us.
+bool bench_grid(const Options& o, const Ceilings& c, Records& records, void* stream) {
+  const std::vector<std::string> backends =
+      o.backends.empty() ? std::vector<std::string>{"cuda_mma"} : o.backends;
+  const DType dtype = parse_dtype(o.dtype);
+  const int max_q = *std::max_element(o.q_len.begin(), o.q_len.end());
+  bool failed = false;
+  fmt::print("{:>3} {:>5} {:>4} {:>6} {:>20} {:>10} {:>10} {:>6} {:>8} {:>8} {:>8} checked\n", "b", "s_q",
+             "h_q", "prefix", "backend", "warm_us", "cold_us", "noise", "TB/s", "of read", "TFLOP/s");
+  for (const int prefix : o.prefix) {
+    const int most_bs = *std::max_element(o.bs.begin(), o.bs.end());
+    const int64_t num_pages =
+        1 + static_cast<int64_t>(most_bs) * ((prefix + max_q + o.page_size - 1) / o.page_size);
+    const int64_t count = num_pages * o.page_size * kWidths.d_qk();
+    const Block pool(static_cast<std::size_t>(count) * dtype_bytes(dtype));
+    fill_normal(pool.get(), dtype, count, 1, 5, nullptr);
+    cuda_memory().synchronize(nullptr);
+    for (const int bs : o.bs)
+      for (const int q_len : o.q_len)
+        for (const int h_q : o.h_q) {
+          const Row row(o, bs, q_len, h_q, prefix, pool.get(), num_pages);
+          cuda_memory().synchronize(nullptr);
+          const Result reference = run(o, row, kReference, stream, false);
+          for (const std::string& name : backends) {
+            const Result r = run(o, row, name, stream);
+            std::string checked = "no";
+            if (r.not_run.empty() && reference.not_run.empty()) {
+              const Comparison cmp = compare(row.problem.shape, row.problem.q.total_q, r.out.data(),
+                                             reference.out.data(), r.lse.data(), reference.lse.data(),
+                                             dtype == DType::kF32   ? Precision::kF32
+                                             : dtype == DType::kF16 ? Precision::kF16
+                                                                    : Precision::kBF16);
+              checked = cmp.ok ? "yes" : "FAIL";
+              failed |= !cmp.ok;
+              if (!cmp.ok)
+                fmt::print(stderr, "bench_kernels: {} against {}: {}\n", name, kReference, cmp.failure);
+            }
+            records.add(row, name, r, checked);
+            if (!r.not_run.empty()) {
+              fmt::print("{:>3} {:>5} {:>4} {:>6} {:>20} n/a: {}\n", bs, q_len, h_q, prefix, name, r.not_run);
+              continue;
+            }
+            const Work work = row.work();
+            const double timed = r.cold_s > 0 ? r.cold_s : r.warm_s;
+            fmt::print(
+                "{:>3} {:>5} {:>4} {:>6} {:>20} {:>10.1f} {:>10} {:>5.1f}% {:>8.3f} {:>7.1f}% {:>8.1f} {}\n",
+                bs, q_len, h_q, prefix, name, 1e6 * r.warm_s, us_text(r.cold_s), 100 * r.noise,
+                work.kv_bytes / timed / 1e12, 100 * work.bytes() / timed / c.read_bytes_per_s,
+                work.flops / timed / 1e12, checked);
+            std::fflush(stdout);
+          }
+        }
+  }
+  return failed;
+}
+
 int bench(const Options& o, const std::string& command) {
   const CudaDevice& device = current_cuda_device();
   if (!device.usable) {
@@ -270,10 +344,18 @@ int bench(const Options& o, const std::string& command) {
       c.copy_bytes_per_s / 1e12, c.read_bytes_per_s / 1e12, c.l2_bytes_per_s / 1e12,
       c.fma_flops_per_s / 1e12);
   fmt::print("problem      {} heads, d_v 512, d_rope 64, {}, page_size {} in random order, random trees\n",
-             o.h_q, o.dtype, o.page_size);
+             fmt::join(o.h_q, ", "), o.dtype, o.page_size);
   fmt::print(
       "times        medians of graph replays of run(), microseconds; cold: L2 flushed before each; n/a: the "
       "kernel refuses the shape\n\n");
+
+  Records records(o, c, device.model.name, command);
+  if (o.grid) {
+    const bool grid_failed = bench_grid(o, c, records, stream);
+    records.finish();
+    cuda_memory().release_stream(stream);
+    return grid_failed ? 1 : 0;
+  }
 
   std::vector<std::string> rungs = o.ladder ? ladder() : std::vector<std::string>{kNaive, kFlash};
   for (const std::string& name : o.backends)
@@ -289,7 +371,6 @@ int bench(const Options& o, const std::string& command) {
                "flash_cold");
   }
 
-  Records records(o, c, device.model.name, command);
   const DType dtype = parse_dtype(o.dtype);
   const int max_q = *std::max_element(o.q_len.begin(), o.q_len.end());
   bool failed = false;
@@ -305,7 +386,7 @@ int bench(const Options& o, const std::string& command) {
           fill_normal(pool->get(), dtype, count, 1, 5, nullptr);
           cuda_memory().synchronize(nullptr);
         }
-        const Row row(o, bs, q_len, prefix, pool->get(), num_pages);
+        const Row row(o, bs, q_len, o.h_q.front(), prefix, pool->get(), num_pages);
         cuda_memory().synchronize(nullptr);
         std::vector<Result> results;
         for (const std::string& name : rungs) results.push_back(run(o, row, name, stream));
@@ -381,7 +462,10 @@ int main(int argc, char** argv) {
       ->delimiter(',')
       ->check(CLI::Range(0, 1 << 24))
       ->capture_default_str();
-  app.add_option("--h_q", o.h_q, "query heads")->check(CLI::Range(1, 1024))->capture_default_str();
+  app.add_option("--h_q", o.h_q, "query heads; several with --grid")
+      ->delimiter(',')
+      ->check(CLI::Range(1, 1024))
+      ->capture_default_str();
   app.add_option("--dtype", o.dtype, "of q and cache; the arithmetic is float32")
       ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
       ->capture_default_str();
@@ -394,10 +478,21 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(0.001, 60.0))
       ->capture_default_str();
   app.add_flag("--ladder", o.ladder, "a column for every float32 rung");
+  app.add_flag("--grid", o.grid,
+               "b 1,8 x s_q 1,9,33 x h_q 8,16,64,128 in bf16, unless said otherwise, for --backend");
   app.add_flag("--no-cold", o.no_cold, "leave out the runs with L2 flushed");
   app.add_option("--csv", o.csv, "write a record");
   app.add_option("--json", o.json, "write a record");
   CLI11_PARSE(app, argc, argv);
+  if (o.grid) {
+    if (app.count("--bs") == 0) o.bs = {1, 8};
+    if (app.count("--q_len") == 0) o.q_len = {1, 9, 33};
+    if (app.count("--h_q") == 0) o.h_q = {8, 16, 64, 128};
+    if (app.count("--dtype") == 0) o.dtype = "bf16";
+  } else if (o.h_q.size() > 1) {
+    fmt::print(stderr, "bench_kernels: --h_q: one value, unless with --grid\n");
+    return 2;
+  }
   std::string command = "bench_kernels";
   for (int i = 1; i < argc; ++i) command += std::string(" ") + argv[i];
   try {

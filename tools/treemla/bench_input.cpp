@@ -2,19 +2,17 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <numeric>
 
 #include "backend/cpu/thread_pool.hpp"
 #include "core/compare.hpp"
 #include "core/convert.hpp"
 #include "core/file_io.hpp"
+#include "core/kv_row.hpp"
 #include "treemla/verify.hpp"
 
 namespace treemla::cli {
 namespace {
-
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 uint64_t hash(uint64_t i) {  // splitmix64
   uint64_t z = i * 0x9E3779B97F4A7C15;
@@ -36,34 +34,65 @@ void fill_row(T* row, int count, const std::vector<std::byte>& table, uint64_t s
   }
 }
 
-void fill_rows(std::byte* data, DType dtype, int64_t num_rows, int width, uint64_t stream, int threads) {
-  const std::size_t element = dtype_bytes(dtype);
-  std::vector<std::byte> table(kDraws * element);
-  for (int i = 0; i < kDraws; ++i) store_element(table.data(), dtype, i, counter_normal(stream, i));
+// Consecutive elements of every row: `mean` plus `spread` times normal numbers.
+struct Field {
+  DType dtype;
+  int count;
+  float mean = 0, spread = 1;
+};
+
+void fill_rows(std::byte* data, const std::vector<Field>& fields, int64_t num_rows, uint64_t stream,
+               int threads) {
+  std::vector<std::vector<std::byte>> tables;
+  std::size_t row_bytes = 0;
+  uint64_t hashes_per_row = 0;
+  for (const Field& f : fields) {
+    std::vector<std::byte>& table = tables.emplace_back(kDraws * dtype_bytes(f.dtype));
+    for (int i = 0; i < kDraws; ++i)
+      store_element(table.data(), f.dtype, i, f.mean + f.spread * counter_normal(stream, i));
+    row_bytes += static_cast<std::size_t>(f.count) * dtype_bytes(f.dtype);
+    hashes_per_row += static_cast<uint64_t>(f.count / kDrawsPerHash + 1);
+  }
 
   const auto pool = shared_pool(threads);
   const int workers = pool->num_workers();
   pool->run([&](int w) {
-    const uint64_t hashes_per_row = static_cast<uint64_t>(width / kDrawsPerHash + 1);
     for (int64_t r = num_rows * w / workers; r < num_rows * (w + 1) / workers; ++r) {
-      std::byte* row = data + static_cast<std::size_t>(r * width) * element;
-      const uint64_t seed = (stream << 56) + static_cast<uint64_t>(r) * hashes_per_row;
-      if (element == 1) fill_row(reinterpret_cast<uint8_t*>(row), width, table, seed);
-      if (element == 2) fill_row(reinterpret_cast<uint16_t*>(row), width, table, seed);
-      if (element == 4) fill_row(reinterpret_cast<uint32_t*>(row), width, table, seed);
+      std::byte* to = data + static_cast<std::size_t>(r) * row_bytes;
+      uint64_t seed = (stream << 56) + static_cast<uint64_t>(r) * hashes_per_row;
+      for (std::size_t i = 0; i < fields.size(); ++i) {
+        const int count = fields[i].count;
+        const std::size_t element = dtype_bytes(fields[i].dtype);
+        if (element == 1) fill_row(reinterpret_cast<uint8_t*>(to), count, tables[i], seed);
+        if (element == 2) fill_row(reinterpret_cast<uint16_t*>(to), count, tables[i], seed);
+        if (element == 4) fill_row(reinterpret_cast<uint32_t*>(to), count, tables[i], seed);
+        to += static_cast<std::size_t>(count) * element;
+        seed += static_cast<uint64_t>(count / kDrawsPerHash + 1);
+      }
     }
   });
 }
 
+// Cached rows of N(0, 1). Packed latents fill the range of e4m3, and their scales are no powers of two.
+std::vector<Field> row_fields(DType dtype) {
+  if (dtype != DType::kF8E4M3Packed) return {{dtype, kBenchLatent.d_qk()}};
+  constexpr float kUnit = 128;  // the largest of the normal numbers, 3.46, then is 443 of 448
+  return {{DType::kF8E4M3, kBenchLatent.d_v, 0, kUnit},
+          {DType::kF32, kBenchLatent.d_v / kPackedGroup, 1 / kUnit, 0.1f / kUnit},
+          {DType::kBF16, kBenchLatent.d_rope}};
+}
+
 int64_t pages_for(int64_t tokens, int64_t page_size) { return (tokens + page_size - 1) / page_size; }
 
-double row_bytes(DType dtype) { return kBenchLatent.d_qk() * static_cast<double>(dtype_bytes(dtype)); }
+int64_t row_bytes(DType dtype) {
+  return kv_row_elements(kBenchLatent, dtype) * static_cast<int64_t>(dtype_bytes(dtype));
+}
 
 }  // namespace
 
 double BenchPool::estimate_bytes(DType dtype, int64_t b, int64_t prefix, int64_t max_q, int64_t page_size) {
   const double pages = static_cast<double>(b) * static_cast<double>(pages_for(prefix + max_q, page_size)) + 1;
-  return pages * (static_cast<double>(page_size) * row_bytes(dtype) + sizeof(int32_t));
+  return pages * (static_cast<double>(page_size) * static_cast<double>(row_bytes(dtype)) + sizeof(int32_t));
 }
 
 BenchPool::BenchPool(DType type, int64_t requests, int64_t prefix, int64_t max_q, int64_t tokens_per_page,
@@ -71,10 +100,9 @@ BenchPool::BenchPool(DType type, int64_t requests, int64_t prefix, int64_t max_q
     : dtype(type), b(static_cast<int>(requests)), page_size(static_cast<int>(tokens_per_page)) {
   pages_per_request = pages_for(prefix + max_q, page_size);
   num_pages = 1 + b * pages_per_request;
-  const int d_qk = kBenchLatent.d_qk();
   rows = allocate_bytes(bytes());
-  fill_rows(rows.get(), dtype, num_pages * page_size, d_qk, 1, threads);
-  for (int64_t i = 0; i < int64_t{page_size} * d_qk; ++i) store_element(rows.get(), dtype, i, kNaN);
+  fill_rows(rows.get(), row_fields(dtype), num_pages * page_size, 1, threads);
+  fill_nan(rows.get(), dtype, int64_t{page_size} * kv_row_elements(kBenchLatent, dtype));
 
   page_order.resize(static_cast<std::size_t>(num_pages - 1));
   std::iota(page_order.begin(), page_order.end(), 1);
@@ -83,7 +111,7 @@ BenchPool::BenchPool(DType type, int64_t requests, int64_t prefix, int64_t max_q
 }
 
 std::size_t BenchPool::bytes() const {
-  return static_cast<std::size_t>(num_pages * page_size * kBenchLatent.d_qk()) * dtype_bytes(dtype);
+  return static_cast<std::size_t>(num_pages * page_size * row_bytes(dtype));
 }
 
 double BenchInput::estimate_bytes(int64_t b, int64_t s_q, int64_t h_q, DType q_dtype) {
@@ -116,7 +144,7 @@ BenchInput::BenchInput(const BenchPool& pool, int64_t s_q, int64_t h_q, int64_t 
   const DType q_dtype = bench_q_dtype(pool.dtype);
   const auto rows = static_cast<std::size_t>(total_q * h_q);
   q_ = allocate_bytes(rows * p.shape.d_qk() * dtype_bytes(q_dtype));
-  fill_rows(q_.get(), q_dtype, total_q * h_q, p.shape.d_qk(), 3, threads);
+  fill_rows(q_.get(), {{q_dtype, p.shape.d_qk()}}, total_q * h_q, 3, threads);
 
   p.b = pool.b;
   p.q = {.data = q_.get(), .dtype = q_dtype, .total_q = total_q};

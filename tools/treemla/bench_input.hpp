@@ -21,7 +21,7 @@ struct BenchPool {
   DType dtype = DType::kBF16;
   int b = 1, page_size = 1;
   int64_t pages_per_request = 0, num_pages = 0;
-  std::shared_ptr<std::byte> rows;  // [num_pages, page_size, d_qk]
+  std::shared_ptr<std::byte> rows;  // [num_pages, page_size, kv_row_elements]
   std::vector<int32_t> page_order;  // [b * pages_per_request] a permutation of 1 .. num_pages - 1
 
   std::size_t bytes() const;  // of rows
@@ -52,6 +52,6 @@ class BenchInput {
 };
 
 // fp8 caches go with bf16 queries, the others with queries and outputs of their own type.
-constexpr DType bench_q_dtype(DType kv_dtype) { return kv_dtype == DType::kF8E4M3 ? DType::kBF16 : kv_dtype; }
+constexpr DType bench_q_dtype(DType kv_dtype) { return is_fp8(kv_dtype) ? DType::kBF16 : kv_dtype; }
 
 }  // namespace treemla::cli

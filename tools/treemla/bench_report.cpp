@@ -127,7 +127,7 @@ Json json_context(const BenchContext& c) {
 
 Table make_table(const char* flops_title) {
   return Table({{"backend", Align::kLeft, 10},
-                {"dtype", Align::kLeft},
+                {"dtype", Align::kLeft, 11},
                 {"page", Align::kRight},
                 {"mask", Align::kLeft, 6},
                 {"b", Align::kRight, 3},

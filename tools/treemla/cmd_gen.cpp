@@ -48,14 +48,15 @@ CaseSpec to_spec(const GenOptions& o) {
 // Estimated before anything is allocated, since asking the system for too much may end in a kill instead of
 // an error. Tensors exist twice while a case is built and once more while it is written.
 void check_memory(const CaseSpec& spec) {
-  const double d_qk = spec.shape.d_qk(), h_q = spec.shape.h_q, page_size = spec.page_size;
+  const double d_qk = spec.shape.d_qk(), h_q = spec.shape.h_q, page_size = spec.page_size,
+               row = kv_row_elements(spec.shape, spec.kv_dtype);
   double pages = 1, nodes = 0;
   for (const RequestSpec& r : spec.requests) {
     pages += 1.125 * static_cast<double>((r.prefix_len + r.q_len + spec.page_size - 1) / spec.page_size);
     nodes += r.q_len;
   }
   const double bytes =
-      3 * (pages * page_size * d_qk * static_cast<double>(dtype_bytes(spec.kv_dtype)) +
+      3 * (pages * page_size * row * static_cast<double>(dtype_bytes(spec.kv_dtype)) +
            nodes * h_q * (d_qk * static_cast<double>(dtype_bytes(spec.q_dtype)) + 4 * spec.shape.d_v));
   const auto available = static_cast<double>(memory_available_bytes());
   if (bytes > available) {
@@ -104,9 +105,8 @@ Run add_gen(CLI::App& app) {
   CLI::Option* requests = add_requests(*cmd, o->requests);
   add_tree(*cmd, o->tree);
   add_mask(*cmd, o->mask);
-  add_choice(*cmd, "--dtype", o->dtype, {"fp32", "fp16", "bf16"}, "of the queries");
-  add_choice(*cmd, "--kv_dtype", o->kv_dtype, {"fp32", "fp16", "bf16", "e4m3"},
-             "of the cache, by default as --dtype");
+  add_choice(*cmd, "--dtype", o->dtype, query_dtypes(), "of the queries");
+  add_choice(*cmd, "--kv_dtype", o->kv_dtype, cache_dtypes(), "of the cache, by default as --dtype");
   add_int(*cmd, "--page_size", o->page_size, 1, kMaxPageSize, "tokens a page");
   add_int(*cmd, "--d_v", o->d_v, 1, 4096, "latent width");
   add_int(*cmd, "--d_rope", o->d_rope, 0, 4096, "rope width");

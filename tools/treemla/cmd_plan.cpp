@@ -11,6 +11,7 @@
 #include "commands.hpp"
 #include "core/generate.hpp"
 #include "core/host_device.hpp"
+#include "core/kv_row.hpp"
 #include "cpu_ceilings.hpp"
 #include "host.hpp"
 #include "options.hpp"
@@ -193,6 +194,7 @@ int run_plan(const PlanOptions& o) {
   const MlaShape shape{static_cast<int>(o.h_q), static_cast<int>(o.d_v), static_cast<int>(o.d_rope)};
   const DType q_dtype = parse_dtype(o.dtype),
               kv_dtype = o.kv_dtype.empty() ? q_dtype : parse_dtype(o.kv_dtype);
+  check_kv_widths(shape, kv_dtype);
   const Work work = count_work(shape, batch.q_len, batch.kv_len, q_dtype, kv_dtype, q_dtype);
 
   std::string s = describe(device) + "\n";
@@ -240,9 +242,8 @@ Run add_plan(CLI::App& app) {
   add_int(*cmd, "--h_q", o->h_q, 1, kMaxHeads, "query heads");
   add_int(*cmd, "--d_v", o->d_v, 1, 4096, "latent width");
   add_int(*cmd, "--d_rope", o->d_rope, 0, 4096, "rope width");
-  add_choice(*cmd, "--dtype", o->dtype, {"fp32", "fp16", "bf16"}, "of queries and outputs");
-  add_choice(*cmd, "--kv_dtype", o->kv_dtype, {"fp32", "fp16", "bf16", "e4m3"},
-             "of the cache, by default as --dtype");
+  add_choice(*cmd, "--dtype", o->dtype, query_dtypes(), "of queries and outputs");
+  add_choice(*cmd, "--kv_dtype", o->kv_dtype, cache_dtypes(), "of the cache, by default as --dtype");
   add_int(*cmd, "--workers", o->workers, 0, 1 << 20, "CTAs or threads; 0 is what the device holds at once");
   cmd->add_flag("--batch_invariant", o->batch_invariant, "splits at absolute key positions");
   add_int(*cmd, "--split_keys", o->split_keys, 1, kMaxPrefix, "keys a batch-invariant split");

@@ -21,6 +21,8 @@
 #include "core/compare.hpp"
 #include "core/convert.hpp"
 #include "core/file_io.hpp"
+#include "core/kv_row.hpp"
+#include "core/lookup.hpp"
 #include "host.hpp"
 #include "host_output.hpp"
 #include "options.hpp"
@@ -60,12 +62,18 @@ DType output_dtype(Precision p) {
   return p == Precision::kF32 ? DType::kF32 : p == Precision::kF16 ? DType::kF16 : DType::kBF16;
 }
 
-// q and the pool as float32: exact, so the expected values stay what they are.
+// q and the pool as float32: exact, so the expected values stay what they are, or for packed rows, rounded once,
+// far within the float32 bounds.
 class Widened {
  public:
   explicit Widened(const VerifyProblem& p) : problem_(p) {
-    widen(p.q.data, p.q.dtype, p.q.total_q * p.shape.h_q * p.shape.d_qk(), q_);
-    widen(p.kv.data, p.kv.dtype, p.kv.num_pages * p.kv.page_size * p.shape.d_qk(), kv_);
+    const int64_t d_qk = p.shape.d_qk(), q_count = p.q.total_q * p.shape.h_q * d_qk,
+                  num_rows = p.kv.num_pages * p.kv.page_size;
+    q_ = make_floats(q_count);
+    for (int64_t i = 0; i < q_count; ++i) q_[i] = load_element(p.q.data, p.q.dtype, i);
+    kv_ = make_floats(num_rows * d_qk);
+    for (int64_t r = 0; r < num_rows; ++r)
+      load_kv_row(kv_row_at(p, r), p.shape, p.kv.dtype, kv_.get() + r * d_qk);
     problem_.q.data = q_.get();
     problem_.kv.data = kv_.get();
     problem_.q.dtype = problem_.kv.dtype = DType::kF32;
@@ -83,9 +91,8 @@ class Widened {
   }
 
  private:
-  static void widen(const void* data, DType dtype, int64_t count, std::unique_ptr<float[]>& to) {
-    to = std::make_unique_for_overwrite<float[]>(static_cast<std::size_t>(count));
-    for (int64_t i = 0; i < count; ++i) to[i] = load_element(data, dtype, i);
+  static std::unique_ptr<float[]> make_floats(int64_t count) {
+    return std::make_unique_for_overwrite<float[]>(static_cast<std::size_t>(count));
   }
 
   VerifyProblem problem_;
@@ -403,10 +410,13 @@ Run add_verify(CLI::App& app) {
   add_threads(*cmd, options->threads);
   cmd->add_flag("--json", options->json, "JSON on standard output instead of the table");
   cmd->footer(
-      "fp32 widens q and the cache to float32 (exact), writes float32 and judges by the float32 bounds; bf16 "
-      "and\n"
-      "fp16 run the tensors as stored, write that dtype and judge by its bounds; auto does fp32 and the "
-      "case's own.\n"
+      "fp32 widens q and the cache to float32 (exact; e4m3_packed is rounded once), writes float32 and "
+      "judges "
+      "by the\n"
+      "float32 bounds; bf16 and fp16 run the tensors as stored, write that dtype and judge by its bounds; "
+      "auto "
+      "does\n"
+      "fp32 and the case's own.\n"
       "Columns: relative Frobenius error, worst absolute errors of out and lse, the worst element of out as "
       "a share\n"
       "of its bound, time of one run.\n\n" +

@@ -161,6 +161,14 @@ CLI::Option* add_tree(CLI::App& app, std::string& tree) {
                     "shape of the draft trees");
 }
 
+std::vector<std::string> query_dtypes() { return {"fp32", "fp16", "bf16"}; }
+
+std::vector<std::string> cache_dtypes() {
+  std::vector<std::string> names = query_dtypes();
+  names.insert(names.end(), {"e4m3", "e4m3_packed"});
+  return names;
+}
+
 MaskKind parse_mask(std::string_view name) {
   return name == "tree" ? MaskKind::kTree : name == "causal" ? MaskKind::kCausal : MaskKind::kNone;
 }

@@ -49,6 +49,10 @@ CLI::Option* add_threads(CLI::App& app, int64_t& threads);
 CLI::Option* add_mask(CLI::App& app, std::string& mask);
 CLI::Option* add_tree(CLI::App& app, std::string& tree);
 
+// Names of the dtypes of caches, and of queries and outputs.
+std::vector<std::string> cache_dtypes();
+std::vector<std::string> query_dtypes();
+
 MaskKind parse_mask(std::string_view name);
 std::string_view mask_name(MaskKind kind);
 

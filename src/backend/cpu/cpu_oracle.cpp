@@ -12,7 +12,7 @@
 #include "backend/cpu/cpu_backends.hpp"
 #include "backend/cpu/host_plan.hpp"
 #include "backend/cpu/thread_pool.hpp"
-#include "core/convert.hpp"
+#include "core/kv_row.hpp"
 #include "core/lookup.hpp"
 
 namespace treemla {
@@ -54,8 +54,8 @@ void attend_node(const HostPlan& plan, const VerifyProblem& p, const VerifyOutpu
       q[h * d_qk + d] =
           load_element(p.q.data, p.q.dtype, q_row * q_token_stride(p) + h * q_head_stride(p) + d);
   auto load_key = [&](int j) {
-    for (int d = 0; d < d_qk; ++d)
-      key[d] = p.kv.scale * load_element(p.kv.data, p.kv.dtype, rows[j] * kv_row_stride(p) + d);
+    load_kv_row(kv_row_at(p, rows[j]), p.shape, p.kv.dtype, key.data());
+    for (double& x : key) x *= p.kv.scale;
   };
 
   for (int j = 0; j < n; ++j) {

@@ -1,7 +1,8 @@
 // cpu_simd: flash-style attention on CPU threads. Plans with the split planner (a worker is a thread), runs
 // the kernel of simd_kernel.cpp on each work item, then merges the partials.
 //
-// Inputs fp32, bf16, fp16, e4m3, widened exactly; every product and sum in float32; outputs rounded once.
+// Inputs fp32, bf16, fp16, e4m3, widened exactly, and e4m3_packed, whose latents are rounded once to float32;
+// every product and sum in float32; outputs rounded once.
 
 #include <algorithm>
 #include <cstring>

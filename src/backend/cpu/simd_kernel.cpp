@@ -33,8 +33,8 @@
 #include <limits>
 
 #include "backend/cpu/simd_kernel.hpp"
-#include "core/convert.hpp"
 #include "core/host_device.hpp"
+#include "core/kv_row.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace treemla {
@@ -51,13 +51,31 @@ constexpr int kVecs = kManyRegisters || kLanes == 1 ? 4 : 2, kAccs = kManyRegist
 constexpr int kPanel = kVecs * kLanes;  // rows (or columns) that one micro-kernel call spans
 constexpr int kDepth = 96;              // terms of a chain of FMAs in the first product
 static_assert(kSimdRows % kPanel == 0 && kPanel % 4 == 0);  // load_q() moves four rows of a panel at a time
+static_assert(kPackedGroup % kLanes == 0);
+
+// kLanes e4m3 numbers. Exponent and mantissa move up 20 bits and the bias from 7 to 127. Exponent 0 means no
+// implicit one: read it as 2^-6 * (1 + man / 8) and take 2^-6 away again, which is exact and meets no float32
+// subnormal.
+HWY_INLINE V widen_e4m3(const uint8_t* from) {
+  const D d;
+  const hn::Rebind<uint32_t, D> du32;
+  const hn::Rebind<uint8_t, D> du8;
+  const auto x = hn::PromoteTo(du32, hn::LoadU(du8, from));
+  const auto sign = hn::ShiftLeft<24>(hn::And(x, hn::Set(du32, 0x80)));
+  const auto low = hn::And(x, hn::Set(du32, 0x7F));
+  const auto mag = hn::ShiftLeft<20>(low);
+  const V normal = hn::BitCast(d, hn::Add(mag, hn::Set(du32, 120u << 23)));
+  const V small = hn::Sub(hn::BitCast(d, hn::Add(mag, hn::Set(du32, 121u << 23))), hn::Set(d, 0x1p-6f));
+  V v = hn::IfThenElse(hn::RebindMask(d, hn::Lt(low, hn::Set(du32, 8))), small, normal);
+  v = hn::IfThenElse(hn::RebindMask(d, hn::Eq(low, hn::Set(du32, 0x7F))), hn::NaN(d), v);
+  return hn::Or(v, hn::BitCast(d, sign));
+}
 
 // Widens n elements to float32; writes whole vectors, so `to` has room up to the next multiple of kLanes.
 HWY_INLINE void widen_row(const void* from, DType dtype, int n, float* HWY_RESTRICT to) {
   const D d;
   const hn::Rebind<uint32_t, D> du32;
   const hn::Rebind<uint16_t, D> du16;
-  const hn::Rebind<uint8_t, D> du8;
   const hn::Rebind<hwy::float16_t, D> df16;
   int i = 0;
   const int whole = n - n % kLanes;
@@ -79,25 +97,26 @@ HWY_INLINE void widen_row(const void* from, DType dtype, int n, float* HWY_RESTR
       break;
     }
     case DType::kF8E4M3: {
-      // Exponent and mantissa move up 20 bits and the bias from 7 to 127. Exponent 0 means no implicit one:
-      // read it as 2^-6 * (1 + man / 8) and take 2^-6 away again, which is exact and meets no float32
-      // subnormal.
       const uint8_t* f = static_cast<const uint8_t*>(from);
-      for (; i < whole; i += kLanes) {
-        const auto x = hn::PromoteTo(du32, hn::LoadU(du8, f + i));
-        const auto sign = hn::ShiftLeft<24>(hn::And(x, hn::Set(du32, 0x80)));
-        const auto low = hn::And(x, hn::Set(du32, 0x7F));
-        const auto mag = hn::ShiftLeft<20>(low);
-        const V normal = hn::BitCast(d, hn::Add(mag, hn::Set(du32, 120u << 23)));
-        const V small = hn::Sub(hn::BitCast(d, hn::Add(mag, hn::Set(du32, 121u << 23))), hn::Set(d, 0x1p-6f));
-        V v = hn::IfThenElse(hn::RebindMask(d, hn::Lt(low, hn::Set(du32, 8))), small, normal);
-        v = hn::IfThenElse(hn::RebindMask(d, hn::Eq(low, hn::Set(du32, 0x7F))), hn::NaN(d), v);
-        hn::Store(hn::Or(v, hn::BitCast(d, sign)), d, to + i);
-      }
+      for (; i < whole; i += kLanes) hn::Store(widen_e4m3(f + i), d, to + i);
       break;
     }
+    case DType::kF8E4M3Packed:
+      break;  // widen_packed_row()
   }
   for (; i < n; ++i) to[i] = load_element(from, dtype, i);
+}
+
+// A row of kF8E4M3Packed.
+HWY_INLINE void widen_packed_row(const void* from, const MlaShape& shape, float* HWY_RESTRICT to) {
+  const D d;
+  const uint8_t* latents = static_cast<const uint8_t*>(from);
+  for (int i = 0; i < shape.d_v; i += kPackedGroup) {
+    const V scale = hn::Set(d, packed_scale(from, shape, i / kPackedGroup));
+    for (int j = i; j < i + kPackedGroup; j += kLanes)
+      hn::Store(hn::Mul(widen_e4m3(latents + j), scale), d, to + j);
+  }
+  widen_row(latents + packed_rope_offset(shape), DType::kBF16, shape.d_rope, to + shape.d_v);
 }
 
 // Narrows n floats (whole vectors readable) to `to`.
@@ -285,7 +304,11 @@ struct Worker {
   HWY_INLINE void load_key(int key, float* to) {
     const int64_t at =
         item.pool_rows[key] * item.kv_row_stride * static_cast<int64_t>(dtype_bytes(item.kv_dtype));
-    widen_row(static_cast<const char*>(item.kv) + at, item.kv_dtype, d_qk, to);
+    const void* from = static_cast<const char*>(item.kv) + at;
+    if (item.kv_dtype == DType::kF8E4M3Packed)
+      widen_packed_row(from, item.shape, to);
+    else
+      widen_row(from, item.kv_dtype, d_qk, to);
   }
 
   HWY_INLINE bool finite(const float* r) const {

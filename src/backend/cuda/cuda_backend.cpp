@@ -138,6 +138,16 @@ std::string why_not_aligned(const VerifyProblem& p, int bytes) {
                      p.kv.data, row_bytes, bytes, bytes);
 }
 
+std::string why_pool_too_large(const VerifyProblem& p) {
+  constexpr int64_t kMost = std::numeric_limits<uint32_t>::max();
+  if (p.kv.num_pages > (kMost - 1) / p.kv.page_size)
+    return fmt::format("kv.num_pages = {} of {} rows: takes fewer than 2^32 rows", p.kv.num_pages,
+                       p.kv.page_size);
+  const int64_t row_bytes = kv_row_stride(p) * static_cast<int64_t>(dtype_bytes(p.kv.dtype));
+  if (row_bytes > kMost) return fmt::format("kv.row_stride of {} bytes: takes less than 2^32", row_bytes);
+  return "";
+}
+
 const MemorySpace& CudaBackend::space() const { return cuda_memory(); }
 
 Support CudaBackend::available() const {
@@ -150,7 +160,8 @@ Support CudaBackend::supports(const VerifyProblem& p) const {
     return Support::no(fmt::format("total_q * h_q = {} rows: takes up to {}", rows_of(p), kInt32Max));
   if (p.b >= kMaxRequests)
     return Support::no(fmt::format("b = {}: takes up to {} requests", p.b, kMaxRequests - 1));
-  if (p.kv.dtype == DType::kF8E4M3) return Support::no("e4m3 caches: takes fp32, bf16, fp16");
+  if (is_fp8(p.kv.dtype) && !takes_fp8_)
+    return Support::no(fmt::format("{} caches: takes fp32, bf16, fp16", dtype_name(p.kv.dtype)));
   if (needs_bits(p) && p.q.total_q * 4 * words_per_row(q_len_bound(p)) > kMaxBitsBytes)
     return Support::no(fmt::format(
         "parents of {} nodes with max_q_len = {}: their ancestor bits need over {} bytes; give max_q_len",

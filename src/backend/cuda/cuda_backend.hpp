@@ -27,7 +27,7 @@ struct CudaInstance {
 
 class CudaBackend : public Backend {
  public:
-  explicit CudaBackend(std::string_view name) : name_(name) {}
+  explicit CudaBackend(std::string_view name, bool takes_fp8 = false) : name_(name), takes_fp8_(takes_fp8) {}
   std::string_view name() const override { return name_; }
   Memory memory() const override { return Memory::kDevice; }
   const MemorySpace& space() const override;
@@ -50,12 +50,15 @@ class CudaBackend : public Backend {
 
  private:
   std::string name_;
+  bool takes_fp8_;
 };
 
 // For supports_kernel(): the shapes and dtypes that the ladder is compiled for.
 Support supports_ladder_shape(const VerifyProblem& problem);
 // Reads of `bytes` bytes at a time need aligned rows: "" or what stands in the way.
 std::string why_not_aligned(const VerifyProblem& problem, int bytes);
+// For kernels that keep pool rows and the bytes between them in 32 bits each: "" or what stands in the way.
+std::string why_pool_too_large(const VerifyProblem& problem);
 // For kernels that keep every score of a row in shared memory.
 Support supports_kv_len(int64_t bound, int64_t most);
 // Most cached rows that a request can have, by max_kv_len or the page table.

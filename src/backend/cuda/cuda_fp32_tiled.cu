@@ -65,7 +65,6 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
 #include <utility>
 
 #include "backend/cuda/cuda_backend.hpp"
@@ -101,18 +100,6 @@ const Fp32Tile* choose_tile(const VerifyProblem& p, const CudaDevice& device) {
   const int64_t nodes = p.b > 0 ? ceil_div<int64_t>(p.q.total_q, p.b) : 0;
   return choose_fp32_tile(p.shape.d_v, p.b, nodes * p.shape.h_q, kv_len_bound(p),
                           std::max(1, device.model.num_sms), usable_smem(device));
-}
-
-// The kernel keeps pool rows and the bytes between them in 32 bits each.
-std::string why_pool_too_large(const VerifyProblem& p) {
-  constexpr int64_t kMost = std::numeric_limits<uint32_t>::max();
-  if (p.kv.num_pages > (kMost - 1) / p.kv.page_size)
-    return "kv.num_pages = " + std::to_string(p.kv.num_pages) + " of " + std::to_string(p.kv.page_size) +
-           " rows: takes fewer than 2^32 rows";
-  const int64_t row_bytes = kv_row_stride(p) * static_cast<int64_t>(dtype_bytes(p.kv.dtype));
-  if (row_bytes > kMost)
-    return "kv.row_stride of " + std::to_string(row_bytes) + " bytes: takes less than 2^32";
-  return "";
 }
 
 class CudaFp32Tiled : public CudaBackend {

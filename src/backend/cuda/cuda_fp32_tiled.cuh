@@ -2,28 +2,11 @@
 #pragma once
 
 #include "backend/cuda/kernel_io.cuh"
+#include "backend/cuda/ptx_sm80.cuh"
 #include "backend/cuda/work_cursor.cuh"
 #include "plan/cuda_tiles.hpp"
 
 namespace treemla::fp32_tiled {
-
-// ---- PTX of sm_80 ----
-
-// 16 or 8 bytes from global to shared memory, in the background and past L1; zeros if !ok, and then nothing is read.
-__device__ __forceinline__ void copy16(uint32_t to, const void* from, bool ok) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(ok ? 16 : 0)
-               : "memory");
-}
-__device__ __forceinline__ void copy8(uint32_t to, const void* from, bool ok) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(ok ? 8 : 0)
-               : "memory");
-}
-// This thread's copies so far become a group; wait until at most kPending of its youngest groups are on their way.
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
 
 // Largest of the 32 lanes by one integer reduction: floats order as their bits do, those of negative ones flipped.
 __device__ __forceinline__ float reduce_max(float x) {

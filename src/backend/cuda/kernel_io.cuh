@@ -103,6 +103,20 @@ __device__ inline bool sees(const MaskView& mask, int q_begin, int i, int j) {
   }
 }
 
+// ---- dependent launches: the next kernel of the stream may start while this one ends ----
+
+// Lets it; what it waits for with wait_for_kernel_before() is the end all the same.
+__device__ inline void allow_dependent_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ inline void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // ---- warps ----
 
 __device__ inline float warp_sum(float x) {

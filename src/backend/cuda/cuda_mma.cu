@@ -1,0 +1,118 @@
+// cuda_mma: attention on tensor cores by mma.sync, on every card from sm_80 to sm_120. Rows are (node, head) pairs, heads fastest.
+//
+//     S^T [16 keys, rows] = K Q^T      P = 2^(scale * S - m)      O^T [d_v, rows] = O^T * shrink + V^T P^T      V: the first d_v columns of K
+//
+// q, cache and weights bf16 or fp16; sums, and outputs on request, float32. d_v/d_rope 512/64, 512/0, 256/64, 256/32; any h_q, page
+// size, mask. Keys and shapes as everywhere: src/plan/split.hpp cuts the work, tiles begin at multiples of 16 keys.
+//
+// Rows are the N of mma.m16n8k16, whose granularity is 8, and keys or columns its M: 72 rows, 8 heads x 9 nodes, leave no row idle. The
+// accumulator of 72 rows x 512 columns is 36,864 floats, more than half of an SM's registers, and 99 KB of shared memory don't hold the
+// queries of those rows beside a ring of keys: so they live in registers too, as the fragments that the first product wants, and only
+// what registers can't take lies in shared memory, read by the lanes that wrote it.
+//
+// Eight warps in two groups of four, one warp of each on every scheduler. A group has half of the row tiles (8 rows each) and shares
+// nothing with the other but the ring of keys, so that while one waits for its softmax the other keeps the tensor cores busy. Within a
+// group the warps share out columns:
+//
+//     warp q of a group scores latent columns q * d_v / 4 on and rope columns 16 q on, of all the group's rows      S^T: a quarter's part
+//     row tile j belongs to warp j % 4: it adds the four parts up, masks, and turns scores into weights             P^T: to shared memory
+//     warp q accumulates columns q * d_v / 4 on                                                                      O^T: in registers
+//
+//     wait for tile i | score, send parts | copy tile i + 2 | meet | softmax | meet | accumulate | release tile i
+//
+// The ring has two mbarriers a stage: full, for 256 threads whose copies have landed, and empty, for 8 warps that are done. A warp
+// copies two rows of each tile by 16-byte cp.async, whatever the page size; page entries are fetched 16 tiles ahead.
+//
+// Shared memory, bytes                       72 rows    64 rows    32 rows
+//     ring     [stages][16 keys][1,168]       56,064     56,064     74,752     1,152 of a row and 16: 8 rows meet 32 banks
+//     q        fragments of 256               25,600     16,384          0
+//     parts    [row tiles][3][32 lanes][16]   13,824     12,288      6,144
+//     weights  [rows][48]                      3,456      3,072      1,536     16 keys of 2 and 16: as above
+//     shrink, barriers, marks, a fifth tile      896        336        208
+//                                             99,840     88,144     82,640     sm_86, sm_89, sm_120: 101,376
+//
+// Budget, 64 rows x 16 keys of d_v 512, in cycles of an SM of the H200: tensor cores 68 mma a warp, 8 cycles each, two warps a
+// scheduler: 1,088; shared memory (fragments of K twice, of V twice, parts, weights, copies) about 1,100; so either would allow 500
+// TFLOP/s, and what a warp waits for in turn takes twice that.
+//
+// Masks: tiles inside the prefix know none. In the others hidden scores become -inf, keys past the end are zeros, and values that are
+// not finite are cleared, lest 0 * NaN reach a row that does not see them; whoever sees such a key has NaN among its weights.
+//
+// A row's bits depend on its keys alone: parts are added in pairs that don't depend on which warp adds, sums run over tiles of 16 keys
+// in every instance, and a maximum is raised by the row's own scores.
+
+#include <algorithm>
+#include <string>
+
+#include "backend/cuda/cuda_backend.hpp"
+#include "backend/cuda/cuda_backends.hpp"
+#include "backend/cuda/cuda_check.hpp"
+#include "backend/cuda/cuda_mma_kernels.hpp"
+#include "core/lookup.hpp"
+
+namespace treemla {
+namespace {
+
+// Compiled in four files, which takes a compiler long enough each.
+const void* find_kernel(const MmaTile& tile, DType q_dtype) {
+  const bool is_bf16 = q_dtype == DType::kBF16;
+  switch (tile.cache) {
+    case MmaCache::k16Bit:
+      return is_bf16 ? mma_kernel_bf16(tile) : mma_kernel_fp16(tile);
+    case MmaCache::kE4M3:
+      return mma_kernel_e4m3(tile, is_bf16);
+    default:
+      return mma_kernel_packed(tile);
+  }
+}
+
+const MmaTile* choose_tile(const VerifyProblem& p, const CudaDevice& device) {
+  const int64_t nodes = p.b > 0 ? ceil_div<int64_t>(p.q.total_q, p.b) : 0;
+  return choose_mma_tile(p.shape.d_v, mma_cache(p.kv.dtype), p.b, nodes * p.shape.h_q, kv_len_bound(p),
+                         std::max(1, device.model.num_sms), device.model.smem_per_sm_bytes);
+}
+
+class CudaMma : public CudaBackend {
+ public:
+  CudaMma() : CudaBackend("cuda_mma", true) {}
+
+ protected:
+  Support supports_kernel(const VerifyProblem& p, const CudaDevice&) const override {
+    if (const Support s = supports_ladder_shape(p); !s.ok) return s;
+    if (p.kv.dtype == DType::kF32) return Support::no("fp32 caches: takes bf16, fp16, e4m3, e4m3_packed");
+    if (p.kv.dtype == DType::kF8E4M3Packed) {
+      if (p.shape.d_v != 512)
+        return Support::no("e4m3_packed caches of d_v = " + std::to_string(p.shape.d_v) +
+                           ": takes 512, whose rows are multiples of 16 bytes");
+      if (p.q.dtype != DType::kBF16)
+        return Support::no("q in " + std::string(dtype_name(p.q.dtype)) +
+                           " and an e4m3_packed cache: takes q in bf16");
+    } else if (p.kv.dtype == DType::kF8E4M3 ? p.q.dtype == DType::kF32 : p.q.dtype != p.kv.dtype) {
+      return Support::no("q in " + std::string(dtype_name(p.q.dtype)) + " and a cache in " +
+                         std::string(dtype_name(p.kv.dtype)) +
+                         ": takes q in the cache's dtype, or bf16 and fp16 with an e4m3 cache");
+    }
+    if (const std::string reason = why_not_aligned(p, 16); !reason.empty()) return Support::no(reason);
+    if (const std::string reason = why_pool_too_large(p); !reason.empty()) return Support::no(reason);
+    return Support::yes();
+  }
+
+  CudaInstance instance(const VerifyProblem& p, const CudaDevice& device) const override {
+    const MmaTile* tile = choose_tile(p, device);
+    CudaInstance k;
+    k.function = find_kernel(*tile, p.q.dtype);
+    k.threads = MmaTile::kThreads;
+    k.smem_bytes = tile->smem_bytes();
+    k.tile = tile->policy();
+    return k;
+  }
+};
+
+}  // namespace
+
+const Backend& cuda_mma_backend() {
+  static const CudaMma backend;
+  return backend;
+}
+
+}  // namespace treemla

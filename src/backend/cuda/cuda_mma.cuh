@@ -1,0 +1,764 @@
+// The device code of cuda_mma; cuda_mma.cu says what it computes, with the shared-memory map and the layouts.
+#pragma once
+
+#include "backend/cuda/half_types.cuh"
+#include "backend/cuda/kernel_io.cuh"
+#include "backend/cuda/ptx_sm80.cuh"
+#include "backend/cuda/work_cursor.cuh"
+#include "plan/cuda_tiles.hpp"
+
+#include <iterator>
+#include <type_traits>
+
+namespace treemla::mma {
+
+// What follows from a tile of kMmaTiles, for queries of type T. By three numbers that tell a tile: kernels can't be templates over a value
+// of class type.
+template <class T_, int kTileDv, int kTileRows, int kTileCache>
+struct Config {
+  using T = T_;
+  static constexpr MmaTile kTile = find_mma_tile(kTileDv, kTileRows, static_cast<MmaCache>(kTileCache));
+  static constexpr int kThreads = MmaTile::kThreads;
+  static constexpr int kDv = kTile.d_v, kRows = kTile.rows(), kKeys = MmaTile::kKeys;
+  static constexpr int kRowTiles = kTile.row_tiles, kStages = kTile.stages;
+  static constexpr bool kIsRaw = kTile.cache != MmaCache::k16Bit,
+                        kIsPacked = kTile.cache == MmaCache::kPacked;
+  // Of an odd number of row tiles the first group has the one more.
+  static constexpr int group_tiles(int group) { return (kRowTiles + 1 - group) / 2; }
+  // Pieces of 16 columns that a warp accumulates; that it scores, first of the latent part; of those, whose queries it has in registers.
+  static constexpr int kColumnTiles = kDv / 64;
+  static constexpr int kLatentSteps = kDv / 64, kSteps = kTile.steps();
+  static constexpr int q_steps(int group) { return kSteps - kTile.q_steps[group]; }
+
+  // Shared memory, in bytes.
+  static constexpr int kKeyStride = kTile.key_stride(), kStageBytes = kTile.stage_bytes();
+  static constexpr int kRawAt = kStages * kStageBytes, kRawRowBytes = kTile.raw_row_bytes();
+  static constexpr int kScalesAt = kRawAt + kTile.raw_bytes();  // [stages][16 keys][4] float32
+  static constexpr int kQAt = kScalesAt + kTile.scales_bytes();
+  static constexpr int q_at(int group) { return kQAt + (group == 0 ? 0 : kTile.q_bytes(0)); }
+  static constexpr int kPartsAt = kQAt + kTile.q_bytes(0) + kTile.q_bytes(1);
+  static constexpr int kWeightsAt = kPartsAt + kTile.parts_bytes(), kWeightStride = MmaTile::kWeightStride;
+  static constexpr int kWeightsBytes = kTile.weights_bytes(), kWeightCopies = kTile.weight_copies();
+  static constexpr int kShrinkAt = kWeightsAt + kWeightCopies * kWeightsBytes;
+  static constexpr int kBarriersAt = kShrinkAt + 4 * kRows;  // full, then empty
+  static constexpr int kRaisedAt = kBarriersAt + 16 * kStages;
+  static constexpr int kFifthAt = round_up(kRaisedAt + 4 * kRowTiles, 16);
+  static constexpr int kSmemBytes = kFifthAt + (group_tiles(0) > 4 ? 512 : 0);
+  static_assert(kSmemBytes == kTile.smem_bytes() && kSmemBytes <= 99 * 1024 - 256);
+};
+
+// A weight may exceed 1 by this power of 2 before sums are rescaled to a new maximum: most maxima then cost nothing, and no digit of
+// a bf16 or fp16 weight is lost.
+constexpr float kSlack = 8;
+
+// Where a CTA is in the ring of key tiles, from item to item.
+struct Ring {
+  int stage = 0;       // of the tile in use
+  uint32_t round = 0;  // parity of the times round that the ring has been used
+};
+
+// A thread's part of one work item, in the group of four warps that has kTiles row tiles. Fragments, with g = lane / 4 and
+// t = 2 * (lane % 4):
+//
+//     S^T [16 keys, 8 rows]     keys g, g + 8 x rows t, t + 1
+//     O^T [16 columns, 8 rows]  columns g, g + 8 x rows t, t + 1
+template <class C, int kGroup>
+struct Worker {
+  using T = typename C::T;
+  static constexpr int kTiles = C::group_tiles(kGroup), kQSteps = C::q_steps(kGroup);
+  static constexpr int kFirstTile = kGroup == 0 ? 0 : C::group_tiles(0);
+  // Pieces of keys and values that are fetched before they are needed, as far as registers go.
+  static constexpr int kAhead = kTiles > 4 ? 0 : 1;
+  static constexpr int kQAt = C::q_at(kGroup);
+  static_assert(kTiles <= 5);
+
+  const KernelArgs& args;
+  const CudaWorkItem& item;
+  Ring& ring;
+  uint32_t smem;             // shared address of the map
+  int lane, quarter;         // of the columns: the warp's
+  int key_end, masked_from;  // keys of this item; tiles that reach past masked_from need the mask
+  uint32_t
+      keys;  // address of this lane's row of a matrix of K in the ring: key l % 16, columns 8 * (l / 16) on
+  // Lane l has pool row l % 2 of this warp in tile l / 2 of the window of 16 tiles that is being copied, and what the page table says
+  // of the same row of the next window, of a 64-bit entry the lower half: unread, so that nobody waits for it.
+  uint32_t rows, next_entry;
+  uint32_t q[kQSteps > 0 ? kQSteps : 1][kTiles > 0 ? kTiles : 1][2];
+  float out[C::kColumnTiles][kTiles > 0 ? kTiles : 1][4];
+  // Of row tile `quarter` of the group: largest score, about, and sum over this lane's keys. A fifth row tile's waits in shared memory.
+  struct State {
+    float top[2], sum[2];
+  } state;
+
+  __device__ __forceinline__ Worker(const KernelArgs& a, const CudaWorkItem& i, uint32_t s, Ring& r)
+      : args(a), item(i), ring(r), smem(s) {
+    lane = static_cast<int>(threadIdx.x) % 32;
+    quarter = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0) % 4;
+    key_end = item.key_end;
+    masked_from = item.prefix_len < key_end ? item.prefix_len : key_end;
+    keys = smem + (lane & 15) * C::kKeyStride + (lane >> 4) * 16;
+    // Kept in registers: else they are worked out again at every use, which takes longer.
+    asm("" : "+r"(smem), "+r"(lane), "+r"(keys), "+r"(key_end), "+r"(masked_from));
+  }
+
+  // Of the group's four warps.
+  __device__ __forceinline__ static void sync_group() {
+    asm volatile("bar.sync %0, 128;" ::"n"(1 + kGroup) : "memory");
+  }
+  // The same; is x true in any of its threads?
+  __device__ __forceinline__ static bool sync_group_or(bool x) {
+    int any;
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %1, 0;\n\tbar.red.or.pred p, %2, 128, p;\n\tselp.s32 %0, 1, 0, "
+        "p;\n\t}"
+        : "=r"(any)
+        : "r"(static_cast<int>(x)), "n"(1 + kGroup)
+        : "memory");
+    return any != 0;
+  }
+
+  // ---- copy: a warp has two rows of each tile, 16 lanes a row, 16 bytes a lane ----
+
+  __device__ __forceinline__ int copied_row() const { return 8 * kGroup + 2 * quarter; }  // the first
+  // Windows begin at multiples of their length.
+  static constexpr int kWindow = 16 * C::kKeys;
+  __device__ __forceinline__ int window_key(int window) const {
+    return window + (lane >> 1) * C::kKeys + copied_row() + (lane & 1);
+  }
+  __device__ __forceinline__ int64_t entry_index(int key) const {
+    return item.page_base + args.pages.page_size.quotient(key);
+  }
+  __device__ __forceinline__ void fetch_entries(int window) {
+    const int key = window_key(window);
+    if (key < key_end)
+      next_entry =
+          __ldg(static_cast<const uint32_t*>(args.pages.entries) + (entry_index(key) << args.pages.is_int64));
+  }
+  // Pool rows fit 32 bits: supports_kernel() looks. As in pool_row(), an entry outside the pool counts as 0.
+  __device__ __forceinline__ void find_rows(int window) {
+    const int key = window_key(window);
+    rows = 0;
+    if (key >= key_end) return;
+    const int size = args.pages.page_size.divisor, page = args.pages.page_size.quotient(key);
+    const int32_t high =
+        args.pages.is_int64
+            ? __ldg(static_cast<const int32_t*>(args.pages.entries) + 2 * entry_index(key) + 1)
+            : static_cast<int32_t>(next_entry) >> 31;
+    uint64_t entry = static_cast<uint64_t>(static_cast<uint32_t>(high)) << 32 | next_entry;
+    if (entry >= static_cast<uint64_t>(args.pages.num_pages)) {
+      report_fault(args.plan, DeviceFault::kPageEntry, item.request, page);
+      entry = 0;
+    }
+    rows = static_cast<uint32_t>(entry) * size + (key - page * size);
+  }
+  // The window that the tile belongs to must be there; first_key goes up by a tile from call to call.
+  __device__ __forceinline__ void enter_window(int first_key) {
+    if ((first_key & (kWindow - 1)) != 0 || first_key == item.key_begin) return;
+    find_rows(first_key);
+    fetch_entries(first_key + kWindow);
+  }
+  // The tile whose first key is first_key, `ahead` tiles after the one in use, into the ring. Past the item's end it is zeros that are
+  // copied.
+  __device__ __forceinline__ void copy(int first_key, int ahead) {
+    if (first_key >= key_end) return;
+    const bool wraps = ring.stage + ahead >= C::kStages;
+    const int stage = ring.stage + ahead - (wraps ? C::kStages : 0);
+    if constexpr (!C::kIsRaw) enter_window(first_key);
+    const uint32_t full = smem + C::kBarriersAt + 8 * stage, empty = full + 8 * C::kStages;
+    // Until both groups are done with what was there, a round earlier. Before the first round that is so at once.
+    wait_barrier(empty, ring.round ^ !wraps);
+    if constexpr (C::kIsRaw) {
+      wait_copies<MmaTile::kRawTiles - 1>();
+      widen(first_key, stage);
+      __syncwarp();
+      if (lane == 0) arrive(full);
+      copy_raw(first_key + MmaTile::kRawTiles * C::kKeys);
+    } else {
+      const uint32_t row = __shfl_sync(~0u, rows, (first_key / C::kKeys & 15) * 2 + (lane >> 4));
+      const bool ok = first_key + copied_row() + (lane >> 4) < key_end;
+      const char* from = row_at(static_cast<const char*>(args.kv) + 16 * (lane & 15), row);
+      const uint32_t to = copy_to() + stage * C::kStageBytes;
+#pragma unroll
+      for (int i = 0; i < C::kDv / 128; ++i) copy16(to + 256 * i, from + 256 * i, ok);
+      if (8 * (lane & 15) < args.d_rope) copy16(to + 2 * C::kDv, from + 2 * C::kDv, ok);
+      arrive_after_copies(full);
+    }
+  }
+
+  // FP8: the warp's two rows one after the other, chunk u of 16 bytes by lane u % 32. Each lane widens what it copied.
+  __device__ __forceinline__ int raw_chunks() const {  // of a row
+    return C::kIsPacked ? C::kDv / 16 + C::kDv / 512 + args.d_rope / 8 : (C::kDv + args.d_rope) / 16;
+  }
+  __device__ __forceinline__ uint32_t raw_at(int first_key, int u) const {
+    return smem + C::kRawAt + ((first_key / C::kKeys & 1) * C::kKeys + copied_row()) * C::kRawRowBytes +
+           16 * u;
+  }
+  static constexpr int kRawSteps = ceil_div(2 * C::kRawRowBytes / 16, 32);
+  // Every call makes a group of copies, empty past the end.
+  __device__ __forceinline__ void copy_raw(int first_key) {
+    if (first_key < key_end) {
+      enter_window(first_key);
+      const int tile = first_key / C::kKeys & 15, chunks = raw_chunks();
+      const uint32_t row0 = __shfl_sync(~0u, rows, 2 * tile), row1 = __shfl_sync(~0u, rows, 2 * tile + 1);
+#pragma unroll
+      for (int i = 0; i < kRawSteps; ++i) {
+        const int u = lane + 32 * i, second = u >= chunks;
+        const bool ok = first_key + copied_row() + second < key_end;
+        if (u < 2 * chunks)
+          copy16(raw_at(first_key, u),
+                 row_at(static_cast<const char*>(args.kv) + 16 * (u - (second ? chunks : 0)),
+                        second ? row1 : row0),
+                 ok);
+      }
+    }
+    commit_copies();
+  }
+  __device__ __forceinline__ void widen(int first_key, int stage) const {
+    const int chunks = raw_chunks();
+#pragma unroll
+    for (int i = 0; i < kRawSteps; ++i) {
+      const int u = lane + 32 * i, second = u >= chunks, chunk = u - (second ? chunks : 0);
+      if (u >= 2 * chunks) continue;
+      const uint4 x = load_shared<uint4>(raw_at(first_key, u));
+      const int key = copied_row() + second;
+      const uint32_t row = smem + stage * C::kStageBytes + key * C::kKeyStride;
+      if (C::kIsPacked && chunk == C::kDv / 16) {
+        store_shared(scales_at(stage, key), x);
+      } else if (C::kIsPacked && chunk > C::kDv / 16) {
+        store_shared(row + 2 * C::kDv + 16 * (chunk - C::kDv / 16 - 1), x);
+      } else {
+        const uint2 a = widen_quad<T>(x.x), b = widen_quad<T>(x.y), c = widen_quad<T>(x.z),
+                    d = widen_quad<T>(x.w);
+        store_shared(row + 32 * chunk, uint4{a.x, a.y, b.x, b.y});
+        store_shared(row + 32 * chunk + 16, uint4{c.x, c.y, d.x, d.y});
+      }
+    }
+  }
+  // Of the four groups of 128 latents of a packed row.
+  __device__ __forceinline__ uint32_t scales_at(int stage, int key) const {
+    return smem + C::kScalesAt + 16 * (C::kKeys * stage + key);
+  }
+
+  // Rows and the bytes between them fit 32 bits each: supports_kernel() looks.
+  __device__ __forceinline__ const char* row_at(const char* from, uint32_t row) const {
+    uint64_t at;
+    asm("mad.wide.u32 %0, %1, %2, %3;"
+        : "=l"(at)
+        : "r"(row), "r"((C::kIsRaw ? 1 : 2) * static_cast<uint32_t>(args.kv_row_stride)), "l"(from));
+    return reinterpret_cast<const char*>(at);
+  }
+  // Where this lane copies to in stage 0.
+  __device__ __forceinline__ uint32_t copy_to() const {
+    return smem + (copied_row() + (lane >> 4)) * C::kKeyStride + 16 * (lane & 15);
+  }
+  __device__ __forceinline__ void wait_tile() const {
+    wait_barrier(smem + C::kBarriersAt + 8 * ring.stage, ring.round);
+  }
+  __device__ __forceinline__ void release_tile() {
+    __syncwarp();
+    if (lane == 0) arrive(smem + C::kBarriersAt + 8 * (C::kStages + ring.stage));
+    const bool wraps = ring.stage + 1 == C::kStages;
+    ring.stage = wraps ? 0 : ring.stage + 1;
+    ring.round ^= wraps;
+  }
+
+  // ---- load: queries, as the fragments that score() multiplies by ----
+
+  __device__ __forceinline__ uint32_t shared_q(int j, int step) const {
+    constexpr int kShared = C::kSteps - kQSteps;
+    return smem + kQAt + 256 * ((quarter * kTiles + j) * kShared + step - kQSteps) + 8 * lane;
+  }
+  // Row `row` of row tile j, or null.
+  __device__ __forceinline__ const T* q_row(int j, int row) const {
+    const int packed = item.row_begin + 8 * (kFirstTile + j) + row;
+    if (j >= kTiles || packed >= item.row_end) return nullptr;
+    const int node = packed / args.h_q, head = packed - node * args.h_q;
+    return static_cast<const T*>(args.q) + (static_cast<int64_t>(item.q_begin) + node) * args.q_token_stride +
+           head * args.q_head_stride;
+  }
+  __device__ __forceinline__ void keep_q(int j, int step, uint32_t x0, uint32_t x1) {
+    if (step < kQSteps)
+      q[step][j][0] = x0, q[step][j][1] = x1;
+    else
+      store_shared(shared_q(j, step), uint2{x0, x1});
+  }
+  // A warp's quarter of its rows goes through shared memory, of which nothing else is in use yet, so that 16 bytes are loaded at a time.
+  __device__ __forceinline__ void load_q() {
+    constexpr int kChunks = 2 * C::kSteps, kStride = 16 * kChunks + 16, kCopies = ceil_div(8 * kChunks, 32);
+    static_assert(C::kRowTiles * 4 * 8 * kStride <= C::kBarriersAt);
+    const uint32_t at = smem + (kFirstTile * 4 + quarter * kTiles) * 8 * kStride;
+    const int rope_chunks = 16 * quarter < args.d_rope ? 2 : 0;
+    // Lane l finds row l % 8 of row tile l / 8, and of the fifth.
+    const uint64_t found = reinterpret_cast<uint64_t>(q_row(lane >> 3, lane & 7)),
+                   found_fifth = kTiles > 4 ? reinterpret_cast<uint64_t>(q_row(4, lane & 7)) : 0;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const int u = lane + 32 * i, row = u / kChunks, chunk = u - row * kChunks,
+                  rope = chunk - (kChunks - 2);
+        const T* from = reinterpret_cast<const T*>(
+            __shfl_sync(~0u, j < 4 ? found : found_fifth, 8 * (j & 3) + (row & 7)));
+        if (row >= 8) continue;
+        const bool ok = from != nullptr && rope < rope_chunks;
+        copy16(at + (8 * j + row) * kStride + 16 * chunk,
+               ok ? from + (rope < 0 ? C::kDv / 4 * quarter + 8 * chunk : C::kDv + 16 * quarter + 8 * rope)
+                  : args.q,
+               ok);
+      }
+    commit_copies();
+    wait_copies<0>();
+    __syncwarp();
+    // Fragments of two steps at once: lane l addresses row l % 8, chunk l / 8.
+    uint32_t x[kTiles > 0 ? kTiles : 1][C::kSteps + 1][2];
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int i = 0; i < C::kSteps; i += 2) {
+        uint32_t y[4];
+        const int chunk = i + 1 < C::kSteps ? lane >> 3 : lane >> 3 & 1;
+        load_matrices(y, at + (8 * j + (lane & 7)) * kStride + 32 * i + 16 * chunk);
+        x[j][i][0] = y[0], x[j][i][1] = y[1], x[j][i + 1][0] = y[2], x[j][i + 1][1] = y[3];
+      }
+    __syncthreads();  // from here on shared memory is what the map says
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int i = 0; i < C::kSteps; ++i) keep_q(j, i, x[j][i][0], x[j][i][1]);
+  }
+  // The same, of rows that 16 bytes don't divide.
+  __device__ __forceinline__ void load_unaligned_q() {
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      const uint16_t* row = reinterpret_cast<const uint16_t*>(q_row(j, lane >> 2));
+#pragma unroll
+      for (int i = 0; i < C::kSteps; ++i) {
+        const int column =
+            (i < C::kLatentSteps ? C::kDv / 4 * quarter + 16 * i : C::kDv + 16 * quarter) + 2 * (lane & 3);
+        const bool ok = row != nullptr && (i < C::kLatentSteps || 16 * quarter < args.d_rope);
+        keep_q(j, i, ok ? row[column] | static_cast<uint32_t>(row[column + 1]) << 16 : 0,
+               ok ? row[column + 8] | static_cast<uint32_t>(row[column + 9]) << 16 : 0);
+      }
+    }
+  }
+
+  // ---- score: S^T over this warp's quarter of the columns. Row tile j of a group belongs to quarter j % 4, which keeps its own part; the
+  // others' go to shared memory ----
+
+  using Fragment = float[4];
+  // `part` is the quarter that it comes from, exclusive or the one that it goes to: 1, 2 or 3.
+  __device__ __forceinline__ uint32_t part_at(int j, int part) const {
+    return smem + C::kPartsAt + ((kFirstTile + j) * 3 + part - 1) * 512 + 16 * lane;
+  }
+  __device__ __forceinline__ void score(Fragment& own, Fragment& own_fifth) const {
+    const uint32_t latent = keys + ring.stage * C::kStageBytes + C::kDv / 2 * quarter,
+                   rope = keys + ring.stage * C::kStageBytes + 2 * C::kDv + 32 * quarter;
+    float s[kTiles][4] = {};
+    uint32_t a[1 + kAhead][4];
+    if (kAhead == 1) load_matrices(a[0], latent);
+#pragma unroll
+    for (int i = 0; i < C::kSteps; ++i) {
+      const int next = i + kAhead;
+      if (next < C::kSteps)
+        load_matrices(a[next % (1 + kAhead)], next < C::kLatentSteps ? latent + 32 * next : rope);
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        const uint2 b = i < kQSteps ? uint2{q[i][j][0], q[i][j][1]} : load_shared<uint2>(shared_q(j, i));
+        multiply_add<T>(s[j], a[i % (1 + kAhead)], b.x, b.y);
+      }
+      if (C::kIsPacked && i + 1 == C::kLatentSteps) {  // a quarter of a packed row has one scale
+        const float scale0 = load_shared<float>(scales_at(ring.stage, lane >> 2) + 4 * quarter),
+                    scale8 = load_shared<float>(scales_at(ring.stage, (lane >> 2) + 8) + 4 * quarter);
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j)
+          s[j][0] *= scale0, s[j][1] *= scale0, s[j][2] *= scale8, s[j][3] *= scale8;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      if (quarter != j % 4) {
+        store_shared(part_at(j, quarter ^ j % 4), float4{s[j][0], s[j][1], s[j][2], s[j][3]});
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) (j < 4 ? own : own_fifth)[e] = s[j][e];
+      }
+    }
+  }
+
+  // ---- mask and softmax ----
+
+  // Bit e: hidden from row e % 2 is key e / 2 * 8 of this lane.
+  __device__ __forceinline__ unsigned hidden_bits(int j, int first_key) const {
+    unsigned bits = 0;
+#pragma unroll 1
+    for (int e = 0; e < 4; ++e) {
+      const int packed = item.row_begin + 8 * (kFirstTile + j) + 2 * (lane & 3) + e % 2,
+                key = first_key + (lane >> 2) + e / 2 * 8;
+      const bool hidden = key >= key_end || packed >= item.row_end ||
+                          (key >= item.prefix_len &&
+                           !sees(args.mask, item.q_begin, packed / args.h_q, key - item.prefix_len));
+      bits |= static_cast<unsigned>(hidden) << e;
+    }
+    return bits;
+  }
+  // Online softmax (Milakov and Gimelshein, 2018), in three steps: m is about the largest score so far, the weights are 2^(s - m), and
+  // shrink = 2^(m_old - m) is what the sums so far must be multiplied by.
+  // Adds the others' parts to this warp's. In pairs, so that the sum is the same whoever makes it: a row's bits don't depend on its place.
+  __device__ __forceinline__ void gather_scores(Fragment& x, int j, int first_key) const {
+    const float4 v1 = load_shared<float4>(part_at(j, 1)), v2 = load_shared<float4>(part_at(j, 2)),
+                 v3 = load_shared<float4>(part_at(j, 3));
+    const float scale = args.score_scale * 1.44269504088896340736f;
+    x[0] = ((x[0] + v1.x) + (v2.x + v3.x)) * scale;
+    x[1] = ((x[1] + v1.y) + (v2.y + v3.y)) * scale;
+    x[2] = ((x[2] + v1.z) + (v2.z + v3.z)) * scale;
+    x[3] = ((x[3] + v1.w) + (v2.w + v3.w)) * scale;
+    if (first_key + C::kKeys <= masked_from) return;
+    const unsigned hidden = hidden_bits(j, first_key);
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (hidden >> e & 1) x[e] = -INFINITY;
+  }
+  __device__ __forceinline__ uint32_t shrink_at(int j, int pair) const {
+    return smem + C::kShrinkAt + 4 * (8 * (kFirstTile + j) + 2 * pair);
+  }
+  // Which tile, by its first key, last raised a maximum of the row tile.
+  __device__ __forceinline__ uint32_t raised_at(int j) const {
+    return smem + C::kRaisedAt + 4 * (kFirstTile + j);
+  }
+  // True if this one does.
+  __device__ __forceinline__ bool raise_top(State& st, const Fragment& x, int j, int first_key) const {
+    float largest[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])};
+    const bool raise = __any_sync(~0u, largest[0] > st.top[0] + kSlack || largest[1] > st.top[1] + kSlack);
+    if (raise) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2)
+          largest[e] = fmaxf(largest[e], __shfl_xor_sync(~0u, largest[e], step));
+        float shrink = 1;
+        if (largest[e] > st.top[e] + kSlack) {
+          shrink = exp2_fast(st.top[e] - largest[e]);
+          st.top[e] = largest[e];
+        }
+        st.sum[e] *= shrink;
+        if (lane < 4) store_shared(shrink_at(j, lane) + 4 * e, shrink);
+      }
+      if (lane == 0) store_shared(raised_at(j), first_key);
+    }
+    return raise;
+  }
+  __device__ __forceinline__ void store_weights(State& st, const Fragment& x, int j) const {
+    const uint32_t at =
+        smem + C::kWeightsAt + (8 * (kFirstTile + j) + 2 * (lane & 3)) * C::kWeightStride + 2 * (lane >> 2);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float base = st.top[e] == -INFINITY ? 0.0f : st.top[e];  // nothing seen yet: never -inf + inf
+      const float w0 = exp2_fast(x[e] - base), w8 = exp2_fast(x[e + 2] - base);
+      st.sum[e] += w0 + w8;
+      if constexpr (C::kIsPacked) {
+        // Each quarter of the columns has its own scale. None for hidden keys: it may be NaN.
+        const float4 scale0 = load_shared<float4>(scales_at(ring.stage, lane >> 2)),
+                     scale8 = load_shared<float4>(scales_at(ring.stage, (lane >> 2) + 8));
+        store_pair(at + e * C::kWeightStride, scaled(w0, scale0.x), scaled(w8, scale8.x));
+        store_pair(at + e * C::kWeightStride + C::kWeightsBytes, scaled(w0, scale0.y), scaled(w8, scale8.y));
+        store_pair(at + e * C::kWeightStride + 2 * C::kWeightsBytes, scaled(w0, scale0.z),
+                   scaled(w8, scale8.z));
+        store_pair(at + e * C::kWeightStride + 3 * C::kWeightsBytes, scaled(w0, scale0.w),
+                   scaled(w8, scale8.w));
+      } else {
+        store_pair(at + e * C::kWeightStride, w0, w8);
+      }
+    }
+  }
+  __device__ __forceinline__ static float scaled(float weight, float scale) {
+    return weight == 0 ? 0.0f : weight * scale;
+  }
+  __device__ __forceinline__ static void store_pair(uint32_t at, float w0, float w8) {
+    store_shared(at, narrow<T>(w0));
+    store_shared(at + 16, narrow<T>(w8));
+  }
+  __device__ __forceinline__ State load_fifth() const {
+    const float4 x = load_shared<float4>(smem + C::kFifthAt + 16 * lane);
+    return {{x.x, x.y}, {x.z, x.w}};
+  }
+  __device__ __forceinline__ void store_fifth(const State& st) const {
+    store_shared(smem + C::kFifthAt + 16 * lane, float4{st.top[0], st.top[1], st.sum[0], st.sum[1]});
+  }
+  // Of this warp's row tiles. Two of them step by step together: each step waits for the one before.
+  __device__ __forceinline__ bool softmax(Fragment& own, Fragment& own_fifth, int first_key) {
+    bool raised = false;
+    if (kTiles > 4 && quarter == 0) {
+      gather_scores(own, 0, first_key);
+      gather_scores(own_fifth, 4, first_key);
+      State fifth = load_fifth();
+      raised = raise_top(state, own, 0, first_key) | raise_top(fifth, own_fifth, 4, first_key);
+      store_weights(state, own, 0);
+      store_weights(fifth, own_fifth, 4);
+      store_fifth(fifth);
+    } else if (kTiles >= 4 || quarter < kTiles) {
+      gather_scores(own, quarter, first_key);
+      raised = raise_top(state, own, quarter, first_key);
+      store_weights(state, own, quarter);
+    }
+    return raised;
+  }
+
+  // A hidden row may hold NaN or infinity, and a weight of 0 would not keep it out of a product: zeros instead. Whoever sees the row has
+  // NaN in its weights. Each warp clears what it copied.
+  __device__ __forceinline__ void clear_nonfinite() const {
+    constexpr uint32_t kExponent = std::is_same_v<T, __half> ? 0x7C00 : 0x7F80;
+    const auto clear = [](uint32_t& x) {
+      if ((x & kExponent) == kExponent) x &= 0xFFFF0000;
+      if ((x >> 16 & kExponent) == kExponent) x &= 0xFFFF;
+    };
+    const uint32_t at = copy_to() + ring.stage * C::kStageBytes;
+#pragma unroll 1
+    for (int i = 0; i < C::kDv / 128; ++i) {
+      uint4 x = load_shared<uint4>(at + 256 * i);
+      clear(x.x), clear(x.y), clear(x.z), clear(x.w);
+      store_shared(at + 256 * i, x);
+    }
+  }
+
+  // ---- accumulate: O^T = O^T * shrink + V^T P^T over this warp's quarter of the columns ----
+
+  __device__ __forceinline__ void shrink_out(int first_key) {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      if (load_shared<int>(raised_at(j)) != first_key) continue;
+      const float2 shrink = load_shared<float2>(shrink_at(j, lane & 3));
+#pragma unroll
+      for (int c = 0; c < C::kColumnTiles; ++c) {
+        out[c][j][0] *= shrink.x, out[c][j][1] *= shrink.y;
+        out[c][j][2] *= shrink.x, out[c][j][3] *= shrink.y;
+      }
+    }
+  }
+  __device__ __forceinline__ void accumulate(int first_key, bool shrinks) {
+    uint32_t p[kTiles][2];
+    // Lane l has row l % 8 of row tile l / 16, keys 8 * (l / 8 % 2) on.
+    const uint32_t weights = smem + C::kWeightsAt + (C::kIsPacked ? quarter * C::kWeightsBytes : 0) +
+                             (8 * (kFirstTile + (lane >> 4)) + (lane & 7)) * C::kWeightStride +
+                             (lane >> 3 & 1) * 16;
+#pragma unroll
+    for (int j = 0; j + 1 < kTiles; j += 2) {
+      uint32_t x[4];
+      load_matrices(x, weights + 8 * j * C::kWeightStride);
+      p[j][0] = x[0], p[j][1] = x[1], p[j + 1][0] = x[2], p[j + 1][1] = x[3];
+    }
+    if constexpr (kTiles % 2 == 1) {
+      constexpr int j = kTiles - 1;  // only lanes 0-15 say where
+      load_matrices(p[j][0], p[j][1], weights + 8 * j * C::kWeightStride);
+    }
+    // Lane l has key l % 8 + 8 * (l / 16), columns 8 * (l / 8 % 2) on.
+    const uint32_t at = smem + ring.stage * C::kStageBytes + ((lane & 7) + (lane >> 4) * 8) * C::kKeyStride +
+                        (lane >> 3 & 1) * 16 + 32 * C::kColumnTiles * quarter;
+    uint32_t a[1 + kAhead][4];
+    if (kAhead == 1) load_matrices_transposed(a[0], at);
+    if (shrinks) shrink_out(first_key);
+#pragma unroll
+    for (int c = 0; c < C::kColumnTiles; ++c) {
+      const int next = c + kAhead;
+      if (next < C::kColumnTiles) load_matrices_transposed(a[next % (1 + kAhead)], at + 32 * next);
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) multiply_add<T>(out[c][j], a[c % (1 + kAhead)], p[j][0], p[j][1]);
+    }
+  }
+
+  // ---- write ----
+
+  // Each row's lse, and in place of shrink what its sums are to be multiplied by: -1 if it saw no key.
+  __device__ __forceinline__ void finish_rows(const State& st, int j) const {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float total = st.sum[e];
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) total += __shfl_xor_sync(~0u, total, step);
+      if (lane >= 4) continue;
+      const bool none = total == 0;
+      store_shared(shrink_at(j, lane) + 4 * e, none ? -1.0f : args.value_scale / total);
+      const int row = 8 * (kFirstTile + j) + 2 * lane + e, packed = item.row_begin + row;
+      if (packed >= item.row_end) continue;
+      const float lse = none ? -INFINITY : (st.top[e] + log2f(total)) * 0.693147180559945309417f;
+      if (item.partial >= 0)
+        args.partial_lse[static_cast<int64_t>(item.partial) * C::kRows + row] = lse;
+      else if (args.lse)
+        args.lse[static_cast<int64_t>(item.q_begin) * args.h_q + packed] = lse;
+    }
+  }
+  // What a row's sums are to be multiplied by; no key seen: nothing is.
+  __device__ __forceinline__ static float finished(float sum, float by) {
+    return by == -1.0f ? 0.0f : sum * by;
+  }
+  template <class To>
+  __device__ __forceinline__ void write_rows(To* to) const {
+    to += 16 * C::kColumnTiles * quarter + (lane >> 2);
+    const int num_rows = item.row_end - item.row_begin;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      const float2 by = load_shared<float2>(shrink_at(j, lane & 3));
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int row = 8 * (kFirstTile + j) + 2 * (lane & 3) + e;
+        if (row >= num_rows) continue;
+        To* at = to + static_cast<int64_t>(row) * C::kDv;
+#pragma unroll
+        for (int c = 0; c < C::kColumnTiles; ++c)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float x = finished(out[c][j][2 * h + e], e == 0 ? by.x : by.y);
+            if constexpr (std::is_same_v<To, float>)
+              at[16 * c + 8 * h] = x;
+            else
+              at[16 * c + 8 * h] = __builtin_bit_cast(To, narrow<To>(x));
+          }
+      }
+    }
+  }
+  // 16-bit outputs whose rows are aligned to 8 bytes. Fragments are transposed, so that a lane has columns t, t + 1 of row g and of the
+  // eight columns after; neighbours swap halves, and a lane stores four columns.
+  template <class To>
+  __device__ __forceinline__ void write_quads(To* to) const {
+    const int odd = lane & 1, row = lane >> 2, num_rows = item.row_end - item.row_begin;
+    to += 16 * C::kColumnTiles * quarter + (odd ? 8 + 2 * ((lane & 3) - 1) : 2 * (lane & 3));
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      const float2 by = load_shared<float2>(shrink_at(j, lane & 3));
+      const bool there = 8 * (kFirstTile + j) + row < num_rows;
+      To* at = to + static_cast<int64_t>(8 * (kFirstTile + j) + row) * C::kDv;
+#pragma unroll
+      for (int c = 0; c < C::kColumnTiles; ++c) {
+        uint32_t x[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          x[h] = transposed(narrow<To>(finished(out[c][j][2 * h], by.x)) |
+                            static_cast<uint32_t>(narrow<To>(finished(out[c][j][2 * h + 1], by.y))) << 16);
+        const uint32_t other = __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1);
+        if (there) *reinterpret_cast<uint2*>(at + 16 * c) = odd ? uint2{other, x[1]} : uint2{x[0], other};
+      }
+    }
+  }
+  template <class To>
+  __device__ __forceinline__ void write_narrow(To* to) const {
+    if (reinterpret_cast<uintptr_t>(args.out) % 8 == 0)
+      write_quads(to);
+    else
+      write_rows(to);
+  }
+  __device__ __forceinline__ void write() const {
+    sync_group();  // the last tile's shrink is used
+    if (kTiles >= 4 || quarter < kTiles) finish_rows(state, quarter);
+    if (kTiles > 4 && quarter == 0) finish_rows(load_fifth(), 4);
+    sync_group();
+    const int64_t first = (static_cast<int64_t>(item.q_begin) * args.h_q + item.row_begin) * C::kDv;
+    if (item.partial >= 0)
+      write_rows(args.partial_out + static_cast<int64_t>(item.partial) * C::kRows * C::kDv);
+    else if (args.out_dtype == DType::kF32)
+      write_rows(static_cast<float*>(args.out) + first);
+    else if (args.out_dtype == DType::kBF16)
+      write_narrow(static_cast<__nv_bfloat16*>(args.out) + first);
+    else
+      write_narrow(static_cast<__half*>(args.out) + first);
+  }
+
+  // Rope columns that the cache lacks are zeros, which no copy touches: in this warp's rows.
+  __device__ __forceinline__ void clear_rope() const {
+    if (args.d_rope == MmaTile::kRope) return;
+    for (int i = lane; i < C::kStages * 2 * 8; i += 32)
+      store_shared(smem + i / 16 * C::kStageBytes + (copied_row() + (i >> 3 & 1)) * C::kKeyStride +
+                       2 * C::kDv + i % 8 * 16,
+                   uint4{0, 0, 0, 0});
+  }
+
+  // ---- a work item ----
+
+  __device__ __forceinline__ void begin() {
+    const int window = item.key_begin & -kWindow;
+    fetch_entries(window);
+    const bool aligned = reinterpret_cast<uintptr_t>(args.q) % 16 == 0 &&
+                         (args.q_token_stride | args.q_head_stride) % 8 == 0;  // the same in both groups
+    if (aligned)
+      load_q();
+    else
+      load_unaligned_q();
+    clear_rope();
+    find_rows(window);
+    fetch_entries(window + kWindow);
+    if constexpr (C::kIsRaw)
+      for (int i = 0; i < MmaTile::kRawTiles; ++i) copy_raw(item.key_begin + i * C::kKeys);
+#pragma unroll
+    for (int i = 0; i + 1 < C::kStages; ++i) copy(item.key_begin + i * C::kKeys, i);
+#pragma unroll
+    for (int c = 0; c < C::kColumnTiles; ++c)
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[c][j][e] = 0;
+    state = {{-INFINITY, -INFINITY}, {0, 0}};
+    if (kTiles > 4 && quarter == 0) store_fifth(state);
+    if (lane < kTiles) store_shared(raised_at(lane), -1);  // whoever raises first does so after sync_group()
+  }
+
+  // The groups have the ring of keys in common and nothing else: while one waits for its softmax the other keeps the tensor cores busy.
+  __device__ __forceinline__ void attend() {
+    begin();
+#pragma unroll 1
+    for (int key = item.key_begin; key < key_end; key += C::kKeys) {
+      wait_tile();
+      Fragment own = {}, own_fifth = {};
+      if constexpr (kTiles > 0) score(own, own_fifth);
+      copy(key + (C::kStages - 1) * C::kKeys, C::kStages - 1);
+      if (key + C::kKeys > masked_from) {
+        __syncthreads();  // everyone has scored
+        clear_nonfinite();
+        __syncthreads();
+      }
+      if constexpr (kTiles > 0) {
+        sync_group();  // the parts are there
+        const bool shrinks = sync_group_or(softmax(own, own_fifth, key));
+        accumulate(key, shrinks);
+      }
+      release_tile();
+    }
+    if constexpr (C::kIsRaw) wait_copies<0>();
+    if constexpr (kTiles > 0) write();
+  }
+};
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, C::kTile.blocks)
+    mma_kernel(const __grid_constant__ KernelArgs args) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  __shared__ SharedWork work;
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
+  if (threadIdx.x < C::kStages) {
+    init_barrier(smem + C::kBarriersAt + 8 * threadIdx.x, C::kIsRaw ? C::kThreads / 32 : C::kThreads);
+    init_barrier(smem + C::kBarriersAt + 8 * (C::kStages + threadIdx.x), C::kThreads / 32);
+  }
+  allow_dependent_launch();
+  work.begin(args.plan, static_cast<int>(blockIdx.x));
+  Ring ring;
+  if (threadIdx.x < C::kThreads / 2)
+    while (work.next()) Worker<C, 0>(args, work.item, smem, ring).attend();
+  else
+    while (work.next()) Worker<C, 1>(args, work.item, smem, ring).attend();
+}
+
+// The kernel of a tile for caches of kCache and queries of type T.
+template <class T, MmaCache kCache, int i = 0>
+const void* find_kernel(const MmaTile& tile) {
+  if constexpr (i == static_cast<int>(std::size(kMmaTiles))) {
+    return nullptr;
+  } else if constexpr (kMmaTiles[i].cache != kCache) {
+    return find_kernel<T, kCache, i + 1>(tile);
+  } else {
+    constexpr const MmaTile& kTile = kMmaTiles[i];
+    if (tile.d_v != kTile.d_v || tile.row_tiles != kTile.row_tiles)
+      return find_kernel<T, kCache, i + 1>(tile);
+    return reinterpret_cast<const void*>(
+        &mma_kernel<Config<T, kTile.d_v, kTile.rows(), static_cast<int>(kCache)>>);
+  }
+}
+
+}  // namespace treemla::mma

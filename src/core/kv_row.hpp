@@ -1,0 +1,45 @@
+// Cached rows of any dtype, as numbers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "core/convert.hpp"
+#include "treemla/problem.hpp"
+
+namespace treemla {
+
+// Can rows of these widths have this dtype? Throws Error(kInvalidArgument) naming shape.d_v or shape.d_rope.
+void check_kv_widths(const MlaShape& shape, DType dtype);
+
+// The scale of latents kPackedGroup * g and on.
+inline float packed_scale(const void* row, const MlaShape& shape, int g) {
+  float scale;
+  std::memcpy(&scale, static_cast<const char*>(row) + shape.d_v + 4 * g, 4);
+  return scale;
+}
+
+// The row at `row`, KvPool::scale left out, to to[0:d_qk]. T is float or double; e4m3 times a float32 scale is exact in double
+// and rounded once in float, everything else exact in both.
+template <class T>
+void load_kv_row(const void* row, const MlaShape& shape, DType dtype, T* to) {
+  if (dtype != DType::kF8E4M3Packed) {
+    for (int i = 0; i < shape.d_qk(); ++i) to[i] = load_element(row, dtype, i);
+    return;
+  }
+  for (int i = 0; i < shape.d_v; ++i) {
+    to[i] = static_cast<T>(load_element(row, DType::kF8E4M3, i)) *
+            static_cast<T>(packed_scale(row, shape, i / kPackedGroup));
+  }
+  const void* rope = static_cast<const char*>(row) + packed_rope_offset(shape);
+  for (int i = 0; i < shape.d_rope; ++i) to[shape.d_v + i] = load_element(rope, DType::kBF16, i);
+}
+
+// from[0:d_qk] as a row of kF8E4M3Packed: the largest latent of a group becomes 448, the largest e4m3.
+void store_packed_row(const float* from, const MlaShape& shape, void* row);
+
+// n elements of NaN; of a packed pool, bytes that are NaN as latents, as scales and as rope.
+void fill_nan(void* data, DType dtype, int64_t n);
+
+}  // namespace treemla
