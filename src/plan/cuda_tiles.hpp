@@ -171,32 +171,30 @@ struct MmaTile {
   int tile_cost = 0;
 
   constexpr int rows() const { return 8 * row_tiles; }
-  // 16 bytes past the row's own: 8 rows in a column then lie in different banks.
-  constexpr int key_stride() const { return 2 * (d_v + kRope) + 16; }
-  constexpr int stage_bytes() const { return kKeys * key_stride(); }
-  // FP8 rows are copied as they are, two tiles ahead, and widened into the ring.
-  static constexpr int kRawTiles = 2;
-  constexpr int raw_row_bytes() const {
-    if (cache == MmaCache::k16Bit) return 0;
-    return cache == MmaCache::kE4M3 ? d_v + kRope : d_v + 4 * (d_v / 128) + 2 * kRope;
+  // Bytes of a row of the ring, which is the pool's and what makes 8 rows in a column lie in different banks: an odd number of chunks of 16.
+  constexpr int element_bytes() const { return cache == MmaCache::k16Bit ? 2 : 1; }
+  constexpr int rope_element_bytes() const { return cache == MmaCache::kE4M3 ? 1 : 2; }
+  constexpr int rope_at() const {
+    return d_v * element_bytes() + (cache == MmaCache::kPacked ? d_v / 128 * 4 : 0);
   }
-  constexpr int raw_bytes() const { return kRawTiles * kKeys * raw_row_bytes(); }
-  constexpr int scales_bytes() const { return cache == MmaCache::kPacked ? 16 * stages * kKeys : 0; }
+  constexpr int key_stride() const {
+    const int row = rope_at() + kRope * rope_element_bytes();
+    return row / 16 % 2 == 1 ? row : row + 16;
+  }
+  constexpr int stage_bytes() const { return kKeys * key_stride(); }
   // Pieces of 16 columns of a quarter of a row.
   constexpr int steps() const { return d_v / 64 + kRope / 64; }
-  constexpr int q_bytes(int group) const { return (row_tiles + 1 - group) / 2 * 4 * 256 * q_steps[group]; }
-  constexpr int parts_bytes() const { return row_tiles * 3 * 512; }
   static constexpr int kWeightStride = 2 * kKeys + 16;
   // Weights times each of the four scales of a packed row.
   constexpr int weight_copies() const { return cache == MmaCache::kPacked ? 4 : 1; }
-  constexpr int weights_bytes() const { return rows() * kWeightStride; }
-  constexpr int smem_bytes() const {
-    return round_up(stages * stage_bytes() + raw_bytes() + scales_bytes() + q_bytes(0) + q_bytes(1) +
-                        parts_bytes() + weight_copies() * weights_bytes() + 4 * rows() + 16 * stages +
-                        4 * row_tiles,
-                    16) +
-           (row_tiles > 8 ? 512 : 0);
+  // Queries, three parts of the scores, weights, factors and marks; with five row tiles the fifth's softmax.
+  constexpr int group_bytes(int group) const {
+    const int tiles = (row_tiles + 1 - group) / 2;
+    const int per_tile = q_steps[group] * 4 * 256 + 3 * 512 + weight_copies() * 8 * kWeightStride + 32 +
+                         (cache == MmaCache::k16Bit ? 0 : 32) + 4;
+    return round_up(tiles * per_tile, 16) + (tiles > 4 ? 512 : 0);
   }
+  constexpr int smem_bytes() const { return stages * (stage_bytes() + 16) + group_bytes(0) + group_bytes(1); }
 
   // In hundredths of a microsecond on the H200.
   constexpr TilePolicy policy() const {
@@ -213,21 +211,22 @@ struct MmaTile {
 
 // The compiled instances. Widest rows first: they make the most of each loaded key.
 inline constexpr MmaTile kMmaTiles[] = {
-    {512, MmaCache::k16Bit, 9, 3, {5, 0}, 1, 145},  // 72 rows: 8 heads x 9 nodes
-    {512, MmaCache::k16Bit, 8, 3, {2, 2}, 1, 107},  // 64 rows
-    {512, MmaCache::k16Bit, 4, 4, {0, 0}, 1, 85},   // 32 rows
-    {512, MmaCache::k16Bit, 2, 4, {0, 0}, 2, 110},  // 16 rows
-    {512, MmaCache::k16Bit, 1, 4, {0, 0}, 2, 75},   // 8 rows: a decoded token of a TP8 rank
-    {256, MmaCache::k16Bit, 8, 4, {0, 0}, 1, 90},   // 64 rows
-    {256, MmaCache::k16Bit, 2, 4, {0, 0}, 2, 90},   // 16 rows
-    // FP8: two stages, for what is copied ahead waits elsewhere.
-    {512, MmaCache::kE4M3, 8, 2, {2, 2}, 1, 170},    // 64 rows
-    {512, MmaCache::kE4M3, 4, 2, {0, 0}, 1, 130},    // 32 rows
-    {512, MmaCache::kE4M3, 1, 2, {0, 0}, 2, 194},    // 8 rows
-    {256, MmaCache::kE4M3, 8, 2, {0, 0}, 1, 120},    // 64 rows
-    {512, MmaCache::kPacked, 8, 2, {2, 2}, 1, 213},  // packed rows: 64 rows
-    {512, MmaCache::kPacked, 4, 2, {0, 0}, 1, 165},  // 32 rows
-    {512, MmaCache::kPacked, 1, 2, {0, 0}, 2, 224},  // 8 rows
+    {512, MmaCache::k16Bit, 9, 3, {5, 0}, 1, 145},   // 72 rows: 8 heads x 9 nodes
+    {512, MmaCache::k16Bit, 8, 3, {1, 1}, 1, 107},   // 64 rows
+    {512, MmaCache::k16Bit, 4, 4, {0, 0}, 1, 85},    // 32 rows
+    {512, MmaCache::k16Bit, 2, 4, {0, 0}, 2, 110},   // 16 rows
+    {512, MmaCache::k16Bit, 1, 4, {0, 0}, 2, 75},    // 8 rows: a decoded token of a TP8 rank
+    {256, MmaCache::k16Bit, 8, 4, {0, 0}, 1, 90},    // 64 rows
+    {256, MmaCache::k16Bit, 2, 4, {0, 0}, 2, 90},    // 16 rows
+    {512, MmaCache::kE4M3, 9, 5, {6, 0}, 1, 145},    // 72 rows
+    {512, MmaCache::kE4M3, 8, 6, {2, 2}, 1, 107},    // 64 rows
+    {512, MmaCache::kE4M3, 4, 8, {0, 0}, 1, 85},     // 32 rows
+    {512, MmaCache::kE4M3, 1, 8, {0, 0}, 2, 75},     // 8 rows
+    {256, MmaCache::kE4M3, 8, 8, {0, 0}, 1, 90},     // 64 rows
+    {512, MmaCache::kPacked, 9, 3, {6, 0}, 1, 155},  // packed rows: 72 rows
+    {512, MmaCache::kPacked, 8, 5, {2, 2}, 1, 117},  // 64 rows
+    {512, MmaCache::kPacked, 4, 7, {0, 0}, 1, 95},   // 32 rows
+    {512, MmaCache::kPacked, 1, 7, {0, 0}, 2, 80},   // 8 rows
 };
 
 constexpr MmaTile find_mma_tile(int d_v, int rows, MmaCache cache) {

@@ -249,7 +249,9 @@ TEST(DevicePlan, EqualsTheHostPlanItemByItem) {
 
     Arrays arrays;
     PlanArgs a;
-    a.params = s;
+    DevicePlanView& view = a.plan;
+    view.params = s;
+    view.num_slots = std::numeric_limits<int32_t>::max();
     a.b = b;
     a.total_q = q_indptr.back();
     a.q_indptr = arrays.upload(q_indptr);
@@ -258,19 +260,47 @@ TEST(DevicePlan, EqualsTheHostPlanItemByItem) {
     a.num_entries = 10000 * static_cast<int64_t>(b);
     a.num_pages = 1;
     a.max_q_len = a.max_kv_len = std::numeric_limits<int32_t>::max();
-    a.header = static_cast<DevicePlanHeader*>(arrays.room(sizeof(DevicePlanHeader)));
-    a.requests = static_cast<DeviceRequest*>(arrays.room(sizeof(DeviceRequest) * (b + 1)));
+    view.header = static_cast<DevicePlanHeader*>(arrays.room(sizeof(DevicePlanHeader)));
+    view.requests = static_cast<DeviceRequest*>(arrays.room(sizeof(DeviceRequest) * (b + 1)));
+    view.starts = static_cast<WorkerStart*>(arrays.room(sizeof(WorkerStart) * s.num_workers));
+    // Pieces of a row tile, by its first output row.
+    std::map<int64_t, std::vector<int>> split;
+    for (const WorkItem& item : host.items)
+      if (item.partial >= 0)
+        split[int64_t{q_indptr[item.request]} * s.h_q + item.row_begin].push_back(item.partial);
+    view.max_merges = s.fixed_tiles > 0 ? static_cast<int>(split.size()) : s.num_workers;
+    view.merges = static_cast<MergeTile*>(arrays.room(sizeof(MergeTile) * (view.max_merges + 1)));
+    view.inert_nodes = static_cast<int*>(arrays.room(sizeof(int) * (a.total_q + 1)));
     launch_device_plan(a, nullptr);
     DevicePlanHeader header;
-    check_cuda(cudaMemcpy(&header, a.header, sizeof header, cudaMemcpyDeviceToHost), "header");
+    check_cuda(cudaMemcpy(&header, view.header, sizeof header, cudaMemcpyDeviceToHost), "header");
     EXPECT_EQ(header.total_cost, host.total_cost);
     EXPECT_EQ(header.fault, kNoFault);
 
-    DevicePlanView view;
-    view.params = s;
-    view.num_slots = std::numeric_limits<int32_t>::max();
-    view.header = a.header;
-    view.requests = a.requests;
+    ASSERT_EQ(header.num_merges, static_cast<int>(split.size())) << "round " << round;
+    std::vector<MergeTile> merges(split.size());
+    check_cuda(
+        cudaMemcpy(merges.data(), view.merges, sizeof(MergeTile) * merges.size(), cudaMemcpyDeviceToHost),
+        "merges");
+    for (const MergeTile& m : merges) {
+      const auto found = split.find(m.row);
+      ASSERT_NE(found, split.end()) << "round " << round << " row " << m.row;
+      std::vector<int> slots;
+      for (int j = 0; j < m.slots.count; ++j) slots.push_back(m.slots.slot(j));
+      std::sort(found->second.begin(), found->second.end());
+      std::sort(slots.begin(), slots.end());
+      ASSERT_EQ(slots, found->second) << "round " << round << " row " << m.row;
+      split.erase(found);
+    }
+    std::vector<int> inert(header.num_inert), expected_inert;
+    check_cuda(cudaMemcpy(inert.data(), view.inert_nodes, sizeof(int) * inert.size(), cudaMemcpyDeviceToHost),
+               "inert nodes");
+    std::sort(inert.begin(), inert.end());
+    for (int r = 0; r < b; ++r)
+      for (int node = q_indptr[r]; kv_len[r] == 0 && node < q_indptr[r + 1]; ++node)
+        expected_inert.push_back(node);
+    ASSERT_EQ(inert, expected_inert) << "round " << round;
+
     std::size_t most = 1;
     for (int w = 0; w < s.num_workers; ++w)
       most = std::max<std::size_t>(most, host.worker_indptr[w + 1] - host.worker_indptr[w]);

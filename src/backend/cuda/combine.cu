@@ -1,189 +1,148 @@
-// combine: merges the partial results of rows whose keys were split, and writes the rows that no request attends (out 0, lse -inf).
+// combine: merges the partial results of rows whose keys were split, and writes the rows that no request attends (out 0, lse -inf). The
+// plan lists both, so that a batch with nothing to merge costs a launch.
 //
 //     lse = log sum_j exp(lse_j)      out = sum_j exp(lse_j - lse) * out_j       over the partials j of the row
 //
-// A block a (node, head) row, or a warp a row if they are many. 128 threads have 4 columns each at a time; with few rows in the batch
-// four such groups share out the partials of a row, for then it is latency that counts. Weights are worked out once, 128 at a time:
+// A warp has 128 columns of a row, 4 a lane, or with many rows all of them: enough loads on their way either way. With few rows the eight
+// warps of a block share out the partials of a row, for then it is latency that counts:
 //
-//     shared: weights [128]                                 512 B
-//             acc [3 groups][128 threads][4], sum [3]     6,156 B, only with four groups
+//     one row   blockIdx.y: 128 columns     warp w: partials w, w + 8, ...     shared: acc [8][32][4], sum [8]     4,128 B
+//     eight     blockIdx.y: 128 columns     warp w: row w
+//     eight     warp w: row w, all columns
 //
 // Bound: memory; each partial is read once, (d_v + 1) * 4 B. A partial without weight is left out, never multiplied by zero: its
-// numbers may be NaN or stale. Rows that a kernel wrote itself cost a block, or a warp, that looks up its
-// request and leaves.
+// numbers may be NaN or stale.
+
+#include <algorithm>
 
 #include "backend/cuda/cuda_check.hpp"
 #include "backend/cuda/device_plan.hpp"
 #include "backend/cuda/device_properties.hpp"
 #include "backend/cuda/kernel_io.cuh"
-#include "backend/cuda/work_cursor.cuh"
 
 namespace treemla {
 namespace {
 
-constexpr int kThreads = 128;  // of a group
+constexpr int kWarps = 8;
+constexpr int kWarpColumns = 128;
 
-__device__ void write_inert_row(const KernelArgs& args, int64_t row) {
-  for (int d = threadIdx.x; d < args.d_v; d += blockDim.x)
-    store_any(args.out, args.out_dtype, row * args.d_v + d, 0.0f);
-  if (args.lse && threadIdx.x == 0) args.lse[row] = -INFINITY;
-}
-
-// Largest partial lse of the row: every warp works out the same.
-__device__ float largest_lse(const float* lse, const PartialSlots& slots, int rows_per_tile, int in_tile) {
-  float m = -INFINITY;
-  for (int j = threadIdx.x % 32; j < slots.count; j += 32)
-    m = fmaxf(m, lse[static_cast<int64_t>(slots.slot(j)) * rows_per_tile + in_tile]);
-  return warp_max(m);
-}
-
-// Where a row's partial results are.
-struct RowPartials {
-  PartialSlots slots;
-  int in_tile;  // row of the tile
-
-  __device__ RowPartials(const KernelArgs& args, int index, int row) {
-    const SplitParams& p = args.plan.params;
-    const DeviceRequest request = args.plan.requests[index];
-    const RequestCost cost = request_cost(p, request.q_len, request.kv_len);
-    const int row_in_request = row - request.q_begin * args.h_q, tile = row_in_request / p.tile.rows_per_tile;
-    in_tile = row_in_request - tile * p.tile.rows_per_tile;
-    slots = partial_slots(p, cost, tile, request.start + cost.pair_start(tile), args.plan.header->payload,
-                          request.unit_base + tile * cost.units);
+__device__ void write_inert_rows(const KernelArgs& args) {
+  const int64_t rows = static_cast<int64_t>(args.plan.header->num_inert) * args.h_q;
+  if (blockIdx.y > 0) return;
+  for (int64_t i = blockIdx.x; i < rows; i += gridDim.x) {
+    const int64_t row = static_cast<int64_t>(args.plan.inert_nodes[i / args.h_q]) * args.h_q + i % args.h_q;
+    for (int d = threadIdx.x; d < args.d_v; d += blockDim.x)
+      store_any(args.out, args.out_dtype, row * args.d_v + d, 0.0f);
+    if (args.lse && threadIdx.x == 0) args.lse[row] = -INFINITY;
   }
-};
-
-// Four columns of a row, and with the first its lse. sum 0: no partial of the row saw a key.
-__device__ void store_columns(const KernelArgs& args, int row, int first, const float4& acc, float sum,
-                              float m) {
-  const float columns[4] = {acc.x, acc.y, acc.z, acc.w};
-  for (int c = 0; c < 4; ++c)
-    store_any(args.out, args.out_dtype, static_cast<int64_t>(row) * args.d_v + first + c,
-              sum == 0 ? 0.0f : columns[c] / sum);
-  if (args.lse && first == 0) args.lse[row] = sum == 0 ? -INFINITY : m + logf(sum);
 }
 
-template <int kGroups>
-__global__ void __launch_bounds__(kThreads* kGroups) combine_kernel(const __grid_constant__ KernelArgs args) {
-  __shared__ float weights[kThreads];
-  __shared__ float4 group_acc[kGroups > 1 ? kGroups - 1 : 1][kThreads];
-  __shared__ float group_sum[kGroups];
+// Four columns from `first` on of a row. sum 0: no partial of the row saw a key.
+__device__ void store_columns(const KernelArgs& args, int64_t row, int first, const float4& acc, float sum) {
+  const float by = sum == 0 ? 0.0f : 1 / sum;
+  const float x[4] = {sum == 0 ? 0 : acc.x * by, sum == 0 ? 0 : acc.y * by, sum == 0 ? 0 : acc.z * by,
+                      sum == 0 ? 0 : acc.w * by};
+  const int64_t at = row * args.d_v + first;
+  const auto address = reinterpret_cast<uintptr_t>(args.out);
+  if (args.out_dtype == DType::kF32 && address % 16 == 0) {
+    *reinterpret_cast<float4*>(static_cast<float*>(args.out) + at) = make_float4(x[0], x[1], x[2], x[3]);
+  } else if (args.out_dtype == DType::kBF16 && address % 8 == 0) {
+    __nv_bfloat162 two[2] = {__floats2bfloat162_rn(x[0], x[1]), __floats2bfloat162_rn(x[2], x[3])};
+    *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(args.out) + at) =
+        *reinterpret_cast<const uint2*>(two);
+  } else {
+    for (int c = 0; c < 4; ++c) store_any(args.out, args.out_dtype, at + c, x[c]);
+  }
+}
+
+// kShared: warps of a block that share a row. kColumns: times 128 columns of a row that a warp has.
+template <int kShared, int kColumns>
+__global__ void __launch_bounds__(32 * kWarps, kColumns == 1 ? 4 : 3)
+    combine_kernel(const __grid_constant__ KernelArgs args) {
+  __shared__ float4 accs[kShared > 1 ? kShared : 1][32];
+  __shared__ float sums[kShared];
+  constexpr int kRows = kWarps / kShared;  // of a block at a time
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32,
+            group = warp % kShared;
+  const int rows_per_tile = args.plan.params.tile.rows_per_tile;
+  const uint32_t tiles = static_cast<uint32_t>(min(args.plan.header->num_merges, args.plan.max_merges)),
+                 rows = tiles * static_cast<uint32_t>(rows_per_tile);
+  const int first = (static_cast<int>(blockIdx.y) * kWarpColumns * kColumns) + 4 * lane;
+  const int64_t slot_size = static_cast<int64_t>(rows_per_tile) * args.d_v;
   wait_for_kernel_before();
-  const int thread = threadIdx.x % kThreads, group = threadIdx.x / kThreads;
-  const int row = static_cast<int>(blockIdx.x), node = row / args.h_q;
-  const int index = find_request(args.plan, node);
-  if (index < 0) return write_inert_row(args, row);
-
-  const SplitParams& p = args.plan.params;
-  const RowPartials partials(args, index, row);
-  const PartialSlots& slots = partials.slots;
-  const int in_tile = partials.in_tile;
-  if (slots.count == 1) return;
-  if (slots.slot(slots.count - 1) >= args.plan.num_slots) return;  // only lengths that lie come here
-
-  const float m = largest_lse(args.partial_lse, slots, p.tile.rows_per_tile, in_tile);
-  const int64_t slot_size = static_cast<int64_t>(p.tile.rows_per_tile) * args.d_v;
-  // Rounds of 4 columns a thread: one for d_v <= 512.
-  for (int round = 0; round < args.d_v; round += 4 * kThreads) {
-    const int first = round + 4 * thread;
-    const bool has_columns = first < args.d_v;
-    float sum = 0;
-    float4 acc = make_float4(0, 0, 0, 0);
-    for (int j0 = 0; j0 < slots.count; j0 += kThreads) {
-      __syncthreads();
-      if (group == 0 && j0 + thread < slots.count)
-        weights[thread] = weight(
-            args.partial_lse[static_cast<int64_t>(slots.slot(j0 + thread)) * p.tile.rows_per_tile + in_tile],
-            m);
-      __syncthreads();
-      const int n = slots.count - j0 < kThreads ? slots.count - j0 : kThreads;
-      if (!has_columns) continue;
-      const float* from = args.partial_out + static_cast<int64_t>(in_tile) * args.d_v + first;
-      // Loads first, so that many are on their way at once: one request alone leaves a partial a worker, and what it waits for is
-      // latency. A partial without weight is left out afterwards, for it may hold NaN.
-      constexpr int kInFlight = kGroups > 1 ? 9 : 16;
-      for (int j = group; j < n; j += kGroups * kInFlight) {
-        float4 part[kInFlight];
+  write_inert_rows(args);
+  for (uint32_t base = blockIdx.x * kRows; base < rows; base += gridDim.x * kRows) {
+    const uint32_t row = base + static_cast<uint32_t>(warp / kShared),
+                   tile = row / static_cast<uint32_t>(rows_per_tile);
+    const int in_tile = static_cast<int>(row - tile * static_cast<uint32_t>(rows_per_tile));
+    MergeTile m = {};
+    if (tile < tiles) m = args.plan.merges[tile];
+    const bool is_row = in_tile < m.rows;
+    if (kShared == 1 && !is_row) continue;
+    // This warp's partials are numbers group, group + kShared, ...
+    const int count = is_row ? m.slots.count : 0, n = (count - group + kShared - 1) / kShared;
+    const auto slot = [&](int i) { return static_cast<int64_t>(m.slots.slot(group + kShared * i)); };
+    const float* from = args.partial_out + static_cast<int64_t>(in_tile) * args.d_v + first;
+    constexpr int kInFlight = kColumns == 1 ? 8 : 2;
+    float4 part[kInFlight][kColumns];
+    const auto fetch = [&](int i) {
 #pragma unroll
-        for (int i = 0; i < kInFlight; ++i)
-          if (j + i * kGroups < n)
-            part[i] = *reinterpret_cast<const float4*>(from + slots.slot(j0 + j + i * kGroups) * slot_size);
+      for (int k = 0; k < kInFlight; ++k)
 #pragma unroll
-        for (int i = 0; i < kInFlight; ++i) {
-          const float w = j + i * kGroups < n ? weights[j + i * kGroups] : 0.0f;
-          if (w == 0) continue;
-          sum += w;
-          acc = make_float4(fmaf(w, part[i].x, acc.x), fmaf(w, part[i].y, acc.y), fmaf(w, part[i].z, acc.z),
-                            fmaf(w, part[i].w, acc.w));
-        }
+        for (int c = 0; c < kColumns; ++c)
+          if (i + k < n && first + c * kWarpColumns < args.d_v)
+            part[k][c] = *reinterpret_cast<const float4*>(from + slot(i + k) * slot_size + c * kWarpColumns);
+    };
+    fetch(0);  // ahead of the weights, which would else be waited for first
+    const float* lse = args.partial_lse + in_tile;
+    // Lane l has the lse of the warp's number l of 32.
+    const auto lse_of = [&](int i) { return i < n ? lse[slot(i) * rows_per_tile] : -INFINITY; };
+    float own_lse = lse_of(lane), top = own_lse;
+    if (kShared == 1)
+      for (int i = 32 + lane; i < n; i += 32) top = fmaxf(top, lse_of(i));
+    else
+      for (int j = lane; j < count; j += 32)
+        top = fmaxf(top, lse[static_cast<int64_t>(m.slots.slot(j)) * rows_per_tile]);
+    top = warp_max(top);
+
+    float sum = 0, weights = weight(own_lse, top);
+    float4 acc[kColumns];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) acc[c] = make_float4(0, 0, 0, 0);
+    for (int i = 0; i < n; i += kInFlight) {
+      if (i > 0) fetch(i);
+      if (i > 0 && i % 32 == 0) weights = weight(lse_of(i + lane), top);
+#pragma unroll
+      for (int k = 0; k < kInFlight; ++k) {
+        const float w = __shfl_sync(~0u, weights, (i + k) & 31);
+        if (i + k >= n || w == 0) continue;
+        sum += w;
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c)
+          acc[c] = make_float4(fmaf(w, part[k][c].x, acc[c].x), fmaf(w, part[k][c].y, acc[c].y),
+                               fmaf(w, part[k][c].z, acc[c].z), fmaf(w, part[k][c].w, acc[c].w));
       }
     }
-    if constexpr (kGroups > 1) {
-      __syncthreads();  // the last round's readers are done
-      if (group > 0) group_acc[group - 1][thread] = acc;
-      if (thread == 0) group_sum[group] = sum;
+    if constexpr (kShared > 1) {
+      __syncthreads();  // the last row's readers are done
+      accs[group][lane] = acc[0];
+      if (lane == 0) sums[group] = sum;
       __syncthreads();
       if (group > 0) continue;
-      for (int g = 1; g < kGroups; ++g) {
-        const float4 other = group_acc[g - 1][thread];
-        acc = make_float4(acc.x + other.x, acc.y + other.y, acc.z + other.z, acc.w + other.w);
-        sum += group_sum[g];
+      for (int g = 1; g < kShared; ++g) {
+        const float4 other = accs[g][lane];
+        acc[0] = make_float4(acc[0].x + other.x, acc[0].y + other.y, acc[0].z + other.z, acc[0].w + other.w);
+        sum += sums[g];
       }
     }
-    if (has_columns) store_columns(args, row, first, acc, sum, m);
+    if (!is_row) continue;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c)
+      if (first + c * kWarpColumns < args.d_v)
+        store_columns(args, m.row + in_tile, first + c * kWarpColumns, acc[c], sum);
+    if (args.lse && first == 0) args.lse[m.row + in_tile] = sum == 0 ? -INFINITY : top + logf(sum);
   }
 }
-
-// The same sums in the same order, a warp a row: with many rows most have nothing to merge, and what counts is to find that out in few
-// waves of blocks.
-constexpr int kRowWarps = 8;
-__global__ void __launch_bounds__(32 * kRowWarps)
-    combine_rows_kernel(const __grid_constant__ KernelArgs args) {
-  wait_for_kernel_before();
-  const int row = static_cast<int>(blockIdx.x) * kRowWarps + static_cast<int>(threadIdx.x) / 32,
-            lane = static_cast<int>(threadIdx.x) % 32, node = row / args.h_q;
-  if (node >= args.total_q) return;
-  const int index = find_request(args.plan, node);
-  if (index < 0) {
-    for (int d = lane; d < args.d_v; d += 32)
-      store_any(args.out, args.out_dtype, static_cast<int64_t>(row) * args.d_v + d, 0.0f);
-    if (args.lse && lane == 0) args.lse[row] = -INFINITY;
-    return;
-  }
-  const RowPartials partials(args, index, row);
-  if (partials.slots.count == 1 || partials.slots.slot(partials.slots.count - 1) >= args.plan.num_slots)
-    return;
-
-  const PartialSlots& slots = partials.slots;
-  const int rows_per_tile = args.plan.params.tile.rows_per_tile;
-  const float m = largest_lse(args.partial_lse, slots, rows_per_tile, partials.in_tile);
-  const int64_t slot_size = static_cast<int64_t>(rows_per_tile) * args.d_v;
-  for (int first = 4 * lane; first < args.d_v; first += 128) {
-    float sum = 0;
-    float4 acc = make_float4(0, 0, 0, 0);
-    const float* from = args.partial_out + static_cast<int64_t>(partials.in_tile) * args.d_v + first;
-#pragma unroll 4
-    for (int j = 0; j < slots.count; ++j) {
-      const float w =
-          weight(args.partial_lse[static_cast<int64_t>(slots.slot(j)) * rows_per_tile + partials.in_tile], m);
-      const float4 part = *reinterpret_cast<const float4*>(from + slots.slot(j) * slot_size);
-      if (w == 0) continue;
-      sum += w;
-      acc = make_float4(fmaf(w, part.x, acc.x), fmaf(w, part.y, acc.y), fmaf(w, part.z, acc.z),
-                        fmaf(w, part.w, acc.w));
-    }
-    store_columns(args, row, first, acc, sum, m);
-  }
-}
-
-// Few rows leave the device idle while each waits for its partials in turn. Not where bits must not depend on the batch: the groups
-// add up in another order.
-bool shares_out(const KernelArgs& args, int64_t rows) {
-  return rows <= 256 && args.plan.params.fixed_tiles == 0;
-}
-
-// From here on blocks of a row each would come in several waves.
-constexpr int64_t kManyRows = 2048;
 
 }  // namespace
 
@@ -195,26 +154,33 @@ void launch_combine(const KernelArgs& args, cudaStream_t stream) {
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(rows));
+  config.blockDim = dim3(32 * kWarps);
   config.stream = stream;
   config.attrs = &dependent;
   config.numAttrs = current_cuda_device().cc >= 90 ? 1 : 0;
-  auto* kernel = combine_kernel<1>;
-  config.blockDim = dim3(kThreads);
-  if (shares_out(args, rows)) {
-    kernel = combine_kernel<4>;
-    config.blockDim = dim3(4 * kThreads);
+  // From here on a warp a row, or a quarter of one, fills the device. Warps share no row where bits must not depend on the batch: they add
+  // up in another order.
+  constexpr int64_t kSomeRows = 256, kManyRows = 2048;
+  auto* kernel = combine_kernel<1, 1>;
+  int rows_per_block = kWarps, columns = kWarpColumns;
+  if (rows <= kSomeRows && args.plan.params.fixed_tiles == 0) {
+    kernel = combine_kernel<kWarps, 1>;
+    rows_per_block = 1;
   } else if (rows >= kManyRows) {
-    kernel = combine_rows_kernel;
-    config.gridDim = dim3(static_cast<unsigned>(ceil_div<int64_t>(rows, kRowWarps)));
-    config.blockDim = dim3(32 * kRowWarps);
+    kernel = combine_kernel<1, 4>;
+    columns = 4 * kWarpColumns;
   }
+  const int rounds = ceil_div(args.d_v, columns);
+  // Blocks that the device holds at once; they go on to further rows.
+  const int64_t most = std::max(1, 4 * current_cuda_device().model.num_sms / rounds);
+  config.gridDim = dim3(static_cast<unsigned>(std::min(ceil_div<int64_t>(rows, rows_per_block), most)),
+                        static_cast<unsigned>(rounds));
   check_cuda(cudaLaunchKernelEx(&config, kernel, args), "launching combine_kernel");
 }
 
 void load_combine_kernel() {
   cudaFuncAttributes attributes;
-  for (auto* kernel : {combine_kernel<1>, combine_kernel<4>, combine_rows_kernel})
+  for (auto* kernel : {combine_kernel<1, 1>, combine_kernel<1, 4>, combine_kernel<kWarps, 1>})
     check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes of combine_kernel");
 }
 

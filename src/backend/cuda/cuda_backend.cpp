@@ -57,14 +57,30 @@ T* at(void* workspace, std::size_t offset) {
 struct CudaPlan : BackendPlan {
   CudaInstance kernel;
   SplitParams params;
-  int num_slots = 0;
+  int num_slots = 0, max_merges = 0;
   int64_t max_q_len = 0, max_kv_len = 0;
   int words = 0;
   int blocks_per_sm = 0, regs = 0;
-  std::size_t header = 0, requests = 0, bits = 0, partial_out = 0, partial_lse = 0, bytes = 0;
+  // Places in the workspace.
+  std::size_t header = 0, requests = 0, starts = 0, merges = 0, inert_nodes = 0, bits = 0, partial_out = 0,
+              partial_lse = 0, bytes = 0;
   std::string device;
 
   std::size_t workspace_bytes() const override { return bytes; }
+
+  DevicePlanView view(void* workspace) const {
+    DevicePlanView v;
+    v.params = params;
+    v.num_slots = num_slots;
+    v.max_merges = max_merges;
+    v.header = at<DevicePlanHeader>(workspace, header);
+    v.requests = at<DeviceRequest>(workspace, requests);
+    if (!kernel.splits) return v;
+    v.starts = at<WorkerStart>(workspace, starts);
+    v.merges = at<MergeTile>(workspace, merges);
+    v.inert_nodes = at<int>(workspace, inert_nodes);
+    return v;
+  }
 
   std::string describe() const override {
     std::string s = fmt::format("device       {}\n", device);
@@ -203,7 +219,7 @@ std::unique_ptr<BackendPlan> CudaBackend::plan(const VerifyProblem& p, const Run
   if (needs_bits(p))
     plan->bits = layout.add(sizeof(uint32_t) * static_cast<std::size_t>(plan->words * p.q.total_q));
   if (k.splits) {
-    int64_t slots = 2 * static_cast<int64_t>(s.num_workers);
+    int64_t slots = 2 * static_cast<int64_t>(s.num_workers), merges = s.num_workers;
     if (options.batch_invariant) {
       s.fixed_tiles =
           ceil_div(options.split_keys > 0 ? options.split_keys : kDefaultSplitKeys, s.tile.keys_per_tile);
@@ -217,8 +233,13 @@ std::unique_ptr<BackendPlan> CudaBackend::plan(const VerifyProblem& p, const Run
                 "split_keys = {} gives {} row tiles {} splits each: use longer splits, or give max_kv_len",
                 options.split_keys, row_tiles, units));
       slots = row_tiles * units;
+      merges = row_tiles;
     }
     plan->num_slots = static_cast<int>(slots);
+    plan->max_merges = static_cast<int>(merges);
+    plan->starts = layout.add(sizeof(WorkerStart) * static_cast<std::size_t>(s.num_workers));
+    plan->merges = layout.add(sizeof(MergeTile) * static_cast<std::size_t>(merges));
+    plan->inert_nodes = layout.add(sizeof(int) * static_cast<std::size_t>(p.q.total_q));
     const std::size_t rows = static_cast<std::size_t>(slots) * s.tile.rows_per_tile;
     plan->partial_out = layout.add(rows * p.shape.d_v * sizeof(float));
     plan->partial_lse = layout.add(rows * sizeof(float));
@@ -231,10 +252,8 @@ void CudaBackend::prepare(const BackendPlan& base, const VerifyProblem& p, void*
                           const RunOptions& options) const {
   const CudaPlan& plan = static_cast<const CudaPlan&>(base);
   PlanArgs a = plan_args(p);
-  a.params = plan.params;
   if (needs_bits(p)) a.bits = at<uint32_t>(workspace, plan.bits);
-  a.header = at<DevicePlanHeader>(workspace, plan.header);
-  a.requests = at<DeviceRequest>(workspace, plan.requests);
+  a.plan = plan.view(workspace);
   launch_device_plan(a, static_cast<cudaStream_t>(options.stream));
 }
 
@@ -270,10 +289,7 @@ void CudaBackend::run(const BackendPlan& base, const VerifyProblem& p, const Ver
   a.partial_out = at<float>(workspace, plan.partial_out);
   a.partial_lse = at<float>(workspace, plan.partial_lse);
   a.smem_keys = plan.kernel.smem_keys;
-  a.plan.params = plan.params;
-  a.plan.num_slots = plan.num_slots;
-  a.plan.header = at<DevicePlanHeader>(workspace, plan.header);
-  a.plan.requests = at<DeviceRequest>(workspace, plan.requests);
+  a.plan = plan.view(workspace);
 
   void* parameters[] = {&a};
   const unsigned grid = static_cast<unsigned>(plan.kernel.splits ? plan.params.num_workers : rows_of(p));

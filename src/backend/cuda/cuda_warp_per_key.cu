@@ -287,13 +287,12 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm<C>())
   extern __shared__ float4 dynamic_smem[];
   Shared<C>& smem = *reinterpret_cast<Shared<C>*>(dynamic_smem);
   __shared__ SharedWork work;
-  work.begin(args.plan, static_cast<int>(blockIdx.x));
-  while (work.next()) {
-    load_query(args, work.item, smem);
+  for (bool more = work.begin(args.plan, static_cast<int>(blockIdx.x)); more; more = work.next()) {
+    load_query(args, work.item(), smem);
     __syncthreads();
-    attend(args, work.item, smem);
+    attend(args, work.item(), smem);
     __syncthreads();
-    write_row(args, work.item, smem);
+    write_row(args, work.item(), smem);
   }
 }
 

@@ -3,6 +3,9 @@
 //
 //     lengths, page_indptr --> checked, inert ones dropped --> prefix sums of cost and units --> requests, total, payload
 //
+// A second kernel spells out what every layer would else have to find again: each worker's first item, the row tiles whose keys were
+// split, and the nodes that no request attends.
+//
 // Nothing here trusts what it reads: a request whose lengths or tables lie comes out inert, and the header says which.
 
 #include <memory>
@@ -122,7 +125,7 @@ __device__ void lay_out_requests(const PlanArgs& args, uint64_t* fault) {
     RequestCost cost;
     if (r < args.b) {
       d = read_request(args, r, fault);
-      cost = request_cost(args.params, d.q_len, d.kv_len);
+      cost = request_cost(args.plan.params, d.q_len, d.kv_len);
     }
     const bool active = cost.row_tiles > 0;
     Sums total;
@@ -131,14 +134,15 @@ __device__ void lay_out_requests(const PlanArgs& args, uint64_t* fault) {
     if (active) {
       d.start = before.cost;
       d.unit_base = before.units;
-      args.requests[before.active] = d;
+      args.plan.requests[before.active] = d;
     }
     base = base + total;
   }
   if (threadIdx.x == 0) {
-    args.header->total_cost = base.cost;
-    args.header->payload = worker_payload(args.params, base.cost);
-    args.header->num_active = base.active;
+    args.plan.header->total_cost = base.cost;
+    args.plan.header->payload = worker_payload(args.plan.params, base.cost);
+    args.plan.header->num_active = base.active;
+    args.plan.header->num_merges = args.plan.header->num_inert = 0;
   }
 }
 
@@ -188,11 +192,47 @@ __device__ void write_bits(const PlanArgs& args, int node, uint64_t* fault) {
 // The fault word is cleared by a memset before: every block may set it.
 __global__ void __launch_bounds__(kPlanThreads) device_plan_kernel(const __grid_constant__ PlanArgs args) {
   if (blockIdx.x == 0) {
-    lay_out_requests(args, &args.header->fault);
+    lay_out_requests(args, &args.plan.header->fault);
     return;
   }
   const int64_t node = static_cast<int64_t>(blockIdx.x - 1) * kPlanThreads + threadIdx.x;
-  if (node < args.total_q) write_bits(args, static_cast<int>(node), &args.header->fault);
+  if (node < args.total_q) write_bits(args, static_cast<int>(node), &args.plan.header->fault);
+}
+
+// Blocks of three kinds: for workers, for nodes, and one for each request.
+constexpr int kWorkThreads = 64;
+__global__ void __launch_bounds__(kWorkThreads)
+    device_work_kernel(const __grid_constant__ DevicePlanView plan, int worker_blocks, int node_blocks,
+                       int total_q) {
+  int block = static_cast<int>(blockIdx.x);
+  if (block < worker_blocks) {
+    const int worker = block * kWorkThreads + static_cast<int>(threadIdx.x);
+    if (worker < plan.params.num_workers) plan.starts[worker] = WorkCursor::find_start(plan, worker);
+    return;
+  }
+  block -= worker_blocks;
+  if (block < node_blocks) {
+    const int node = block * kWorkThreads + static_cast<int>(threadIdx.x);
+    if (node < total_q && find_request(plan, node) < 0)
+      plan.inert_nodes[atomicAdd(&plan.header->num_inert, 1)] = node;
+    return;
+  }
+  block -= node_blocks;
+  if (block >= plan.header->num_active) return;
+  const SplitParams& p = plan.params;
+  const DeviceRequest request = plan.requests[block];
+  const RequestCost cost = request_cost(p, request.q_len, request.kv_len);
+  for (int tile = static_cast<int>(threadIdx.x); tile < cost.row_tiles; tile += kWorkThreads) {
+    MergeTile m;
+    m.slots = partial_slots(p, cost, tile, request.start + cost.pair_start(tile), plan.header->payload,
+                            request.unit_base + tile * cost.units);
+    if (m.slots.count == 1 || m.slots.slot(m.slots.count - 1) >= plan.num_slots) continue;
+    const int first = tile * p.tile.rows_per_tile;
+    m.row = static_cast<int64_t>(request.q_begin) * p.h_q + first;
+    m.rows = cost.rows - first < p.tile.rows_per_tile ? cost.rows - first : p.tile.rows_per_tile;
+    const int i = atomicAdd(&plan.header->num_merges, 1);
+    if (i < plan.max_merges) plan.merges[i] = m;  // only lengths that lie pass it
+  }
 }
 
 __global__ void list_items_kernel(const __grid_constant__ DevicePlanView plan, int max_items, WorkItem* items,
@@ -245,17 +285,25 @@ struct DeviceArray {
 }  // namespace
 
 void launch_device_plan(const PlanArgs& args, cudaStream_t stream) {
-  check_cuda(cudaMemsetAsync(&args.header->fault, 0xFF, sizeof(uint64_t), stream), "cudaMemsetAsync");
+  check_cuda(cudaMemsetAsync(&args.plan.header->fault, 0xFF, sizeof(uint64_t), stream), "cudaMemsetAsync");
   const bool converts = args.parents != nullptr && args.bits != nullptr;
   const int blocks = 1 + (converts ? static_cast<int>(ceil_div<int64_t>(args.total_q, kPlanThreads)) : 0);
   device_plan_kernel<<<blocks, kPlanThreads, 0, stream>>>(args);
   check_launch("device_plan_kernel");
+  if (args.plan.starts == nullptr) return;
+  const int worker_blocks = ceil_div(args.plan.params.num_workers, kWorkThreads),
+            node_blocks = static_cast<int>(ceil_div<int64_t>(args.total_q, kWorkThreads));
+  device_work_kernel<<<worker_blocks + node_blocks + args.b, kWorkThreads, 0, stream>>>(
+      args.plan, worker_blocks, node_blocks, args.total_q);
+  check_launch("device_work_kernel");
 }
 
 void load_plan_kernels() {
   cudaFuncAttributes attributes;
   check_cuda(cudaFuncGetAttributes(&attributes, device_plan_kernel),
              "cudaFuncGetAttributes of device_plan_kernel");
+  check_cuda(cudaFuncGetAttributes(&attributes, device_work_kernel),
+             "cudaFuncGetAttributes of device_work_kernel");
 }
 
 std::vector<WorkItem> list_device_items(const DevicePlanView& plan, int max_items, cudaStream_t stream) {

@@ -12,7 +12,6 @@
 namespace treemla {
 
 struct PlanArgs {
-  SplitParams params;
   int b = 0, total_q = 0;
   const int32_t* q_indptr = nullptr;     // [b + 1]
   const int32_t* kv_len = nullptr;       // [b]
@@ -26,13 +25,12 @@ struct PlanArgs {
   const int32_t* parents = nullptr;  // [total_q]; null: none to convert
   uint32_t* bits = nullptr;          // [total_q, words], written if parents are given
   int words = 0;                     // 0: no tree mask
-  DevicePlanHeader* header = nullptr;
-  DeviceRequest* requests = nullptr;  // [b]
+  DevicePlanView plan;               // what is written
 };
 
-// Fills header, requests and bits. Launch shape: a function of total_q alone.
+// Fills the plan and the bits. Launch shape: a function of total_q, b and the number of workers.
 void launch_device_plan(const PlanArgs& args, cudaStream_t stream);
-// Merges partials and writes inert rows. Launch shape: a function of total_q and h_q.
+// Merges partials and writes inert rows. Launch shape: a function of total_q, h_q and d_v.
 void launch_combine(const KernelArgs& args, cudaStream_t stream);
 // Load the kernels onto the current device: a graph capture may not.
 void load_plan_kernels();

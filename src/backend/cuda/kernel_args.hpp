@@ -64,18 +64,49 @@ struct DeviceRequest {
   int pad = 0;
 };
 
+// Rows [row_begin, row_end) of a request (packed (node, head) pairs, heads fastest) against its keys [key_begin, key_end).
+struct CudaWorkItem {
+  int request;             // number in the batch
+  int q_begin;             // node of row 0
+  int row_begin, row_end;  // at most rows_per_tile of them
+  int key_begin, key_end;
+  int kv_len, prefix_len;  // keys from prefix_len on are tree rows: those and only those need the mask
+  int64_t page_base;       // for pool_row()
+  int partial;  // slot of the partial result, or -1: the item covers all keys and writes the output
+};
+
+// A worker's first item, and where its cursor goes on: finding it takes longer than reading it, and the plan serves every layer.
+struct WorkerStart {
+  CudaWorkItem item;
+  int index, row_tile, unit;
+  bool has_item;
+};
+
+// A row tile whose keys were split.
+struct MergeTile {
+  int64_t row;  // of the output: (node, head), heads fastest
+  int rows;
+  PartialSlots slots;
+};
+
 struct DevicePlanHeader {
   int64_t total_cost = 0;
   int64_t payload = 1;
   uint64_t fault = kNoFault;
   int num_active = 0;
+  int num_merges = 0, num_inert = 0;
 };
 
 struct DevicePlanView {
   SplitParams params;
-  int num_slots = 0;  // partial slots there are: no kernel writes past them whatever the lengths say
+  int num_slots = 0;   // partial slots there are: no kernel writes past them whatever the lengths say
+  int max_merges = 0;  // that there is room for
   DevicePlanHeader* header = nullptr;
-  const DeviceRequest* requests = nullptr;  // [header->num_active], in batch order
+  DeviceRequest* requests = nullptr;  // [b], header->num_active of them, in batch order
+  // Kernels that split keys only:
+  WorkerStart* starts = nullptr;  // [num_workers]
+  MergeTile* merges = nullptr;    // [max_merges], header->num_merges of them, in no order
+  int* inert_nodes = nullptr;     // [total_q], header->num_inert nodes that no request attends
 };
 
 // ---- tensors ----

@@ -8,48 +8,43 @@
 
 namespace treemla {
 
-// Rows [row_begin, row_end) of a request (packed (node, head) pairs, heads fastest) against its keys [key_begin, key_end).
-struct CudaWorkItem {
-  int request;             // number in the batch
-  int q_begin;             // node of row 0
-  int row_begin, row_end;  // at most rows_per_tile of them
-  int key_begin, key_end;
-  int kv_len, prefix_len;  // keys from prefix_len on are tree rows: those and only those need the mask
-  int64_t page_base;       // for pool_row()
-  int partial;  // slot of the partial result, or -1: the item covers all keys and writes the output
-};
-
 // Steps through the items of one worker. Every thread of a CTA steps alike, with no communication:
 //
 //     WorkCursor cursor(args.plan, blockIdx.x);
 //     for (CudaWorkItem item; cursor.next(item);) attend(args, item);
 //
-// Only three numbers are kept between items, so that a kernel's registers are its own; the rest is worked out again each time.
+// Only a few numbers are kept between items, so that a kernel's registers are its own; the rest is worked out again each time.
 class WorkCursor {
  public:
-  __device__ WorkCursor(const DevicePlanView& plan, int worker) : plan_(plan), worker_(worker) {
-    const int64_t from = worker * plan.header->payload;
-    const int num_active = plan.header->num_active;
-    index_ = num_active;
-    if (from >= plan.header->total_cost) return;
-    // The last request that starts at or before our piece of the line, and in it the pair that holds its first coordinate.
-    int low = 0, high = num_active;
-    while (low < high) {
-      const int middle = (low + high) / 2;
-      if (plan.requests[middle].start <= from)
-        low = middle + 1;
-      else
-        high = middle;
-    }
-    if (low == 0) return;
-    index_ = low - 1;
-    const DeviceRequest& r = plan.requests[index_];
-    const RequestCost cost = request_cost(plan.params, r.q_len, r.kv_len);
-    const int64_t tile = quotient64(from - r.start, cost.offset + cost.units * cost.full_unit);
-    row_tile_ = static_cast<int>(tile < cost.row_tiles ? tile : cost.row_tiles - 1);
+  __device__ WorkCursor(const DevicePlanView& plan, int worker)
+      : plan_(plan), worker_(worker), begins_(true) {}
+
+  // The same, after the first item.
+  __device__ WorkCursor(const DevicePlanView& plan, int worker, const WorkerStart& start)
+      : plan_(plan), worker_(worker), begins_(false) {
+    go_on(start);
+  }
+
+  // What the plan keeps of a worker.
+  __device__ static WorkerStart find_start(const DevicePlanView& plan, int worker) {
+    WorkCursor cursor(plan, worker);
+    cursor.search();
+    WorkerStart start;
+    start.has_item = cursor.next(start.item);
+    start.index = cursor.index_;
+    start.row_tile = cursor.row_tile_;
+    start.unit = cursor.unit_;
+    return start;
   }
 
   __device__ bool next(CudaWorkItem& item) {
+    if (begins_) {
+      begins_ = false;
+      const WorkerStart start = plan_.starts[worker_];
+      item = start.item;
+      go_on(start);
+      return start.has_item;
+    }
     const SplitParams& p = plan_.params;
     const int64_t payload = plan_.header->payload;
     const int num_active = plan_.header->num_active;
@@ -75,6 +70,35 @@ class WorkCursor {
   }
 
  private:
+  __device__ void go_on(const WorkerStart& start) {
+    index_ = start.index;
+    row_tile_ = start.row_tile;
+    unit_ = start.unit;
+  }
+
+  // The last request that starts at or before our piece of the line, and in it the pair that holds its first coordinate.
+  __device__ void search() {
+    begins_ = false;
+    const int64_t from = worker_ * plan_.header->payload;
+    const int num_active = plan_.header->num_active;
+    index_ = num_active;
+    if (from >= plan_.header->total_cost) return;
+    int low = 0, high = num_active;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (plan_.requests[middle].start <= from)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    if (low == 0) return;
+    index_ = low - 1;
+    const DeviceRequest& r = plan_.requests[index_];
+    const RequestCost cost = request_cost(plan_.params, r.q_len, r.kv_len);
+    const int64_t tile = quotient64(from - r.start, cost.offset + cost.units * cost.full_unit);
+    row_tile_ = static_cast<int>(tile < cost.row_tiles ? tile : cost.row_tiles - 1);
+  }
+
   __device__ bool fill(CudaWorkItem& item, const DeviceRequest& r, const RequestCost& cost, int64_t start,
                        int64_t payload, UnitRange owned) const {
     const SplitParams& p = plan_.params;
@@ -102,33 +126,63 @@ class WorkCursor {
 
   const DevicePlanView& plan_;
   int worker_, index_ = 0, row_tile_ = 0, unit_ = -1;
+  bool begins_;  // with what the plan keeps
 };
 
-// The same with cursor and item in shared memory, for kernels that have no register to spare: thread 0 steps.
+// The same with cursor and item in shared memory, for kernels that have no register to spare: one thread steps.
 //
 //     __shared__ SharedWork work;
-//     work.begin(args.plan, blockIdx.x);
-//     while (work.next()) attend(args, work.item);
+//     for (bool more = work.begin(args.plan, blockIdx.x); more; more = work.next()) attend(args, work.item());
 struct SharedWork {
-  CudaWorkItem item;
-
-  __device__ void begin(const DevicePlanView& plan, int worker) {
-    if (threadIdx.x == 0) new (cursor_) WorkCursor(plan, worker);
+  // The first item, read by as many threads as it has words. Also a barrier for what the CTA did to shared memory.
+  __device__ bool begin(const DevicePlanView& plan, int worker) {
+    static_assert(sizeof(CudaWorkItem) % 4 == 0);
+    const WorkerStart& start = plan.starts[worker];
+    if (threadIdx.x < sizeof(CudaWorkItem) / 4)
+      reinterpret_cast<uint32_t*>(&items_[0])[threadIdx.x] =
+          reinterpret_cast<const uint32_t*>(&start.item)[threadIdx.x];
+    if (is_stepper()) {
+      new (cursor_) WorkCursor(plan, worker, start);
+      more_[0] = start.has_item;
+      current_ = 0;
+      is_ahead_ = false;
+    }
+    __syncthreads();
+    return more_[0];
   }
   // Also a barrier for what the CTA does with shared memory.
   __device__ bool next() {
     __syncthreads();
-    if (threadIdx.x == 0) step();
+    if (is_stepper()) {
+      if (!is_ahead_) step();
+      is_ahead_ = false;
+      current_ ^= 1;
+    }
     __syncthreads();
-    return more_;
+    return more_[current_];
+  }
+  // The present item, until next().
+  __device__ const CudaWorkItem& item() const { return items_[current_]; }
+  // Finds the item after it, once at most, so that next() does not wait for that. For every thread to call, while its loads are on their way.
+  __device__ __forceinline__ void look_ahead() {
+    if (!is_stepper()) return;
+    step();
+    is_ahead_ = true;
   }
 
  private:
+  // The last thread: in cuda_mma its warps are those with less to do.
+  __device__ static bool is_stepper() { return threadIdx.x == blockDim.x - 1; }
   // A call of its own: inlined, its registers would add to those of the kernel's inner loop.
-  __device__ __noinline__ void step() { more_ = reinterpret_cast<WorkCursor*>(cursor_)->next(item); }
+  __device__ __noinline__ void step() {
+    more_[current_ ^ 1] = reinterpret_cast<WorkCursor*>(cursor_)->next(items_[current_ ^ 1]);
+  }
 
+  CudaWorkItem items_[2];
+  bool more_[2];
+  int current_;
+  bool is_ahead_;
   alignas(WorkCursor) unsigned char cursor_[sizeof(WorkCursor)];
-  bool more_;
 };
 
 // Index in plan.requests of the active request that owns a query node, or -1: the node's rows are inert.
