@@ -181,7 +181,7 @@ struct DdtreeCase {
   int b, num_depths, vocab, budget;
   DType dtype;
   bool are_log_probs;
-  float spread;   // 0: every score alike
+  float spread;   // 0: every score alike; below 0: they rise through the row, up to 0
   int extra = 0;  // elements between rows
 };
 void PrintTo(const DdtreeCase& c, std::ostream* out) {
@@ -190,23 +190,26 @@ void PrintTo(const DdtreeCase& c, std::ostream* out) {
        << ", +" << c.extra;
 }
 class GpuDdtree : public testing::TestWithParam<DdtreeCase> {};
-INSTANTIATE_TEST_SUITE_P(Cases, GpuDdtree,
-                         testing::Values(DdtreeCase{1, 1, 1, 1, DType::kF32, false, 1},
-                                         DdtreeCase{3, 2, 5, 8, DType::kF32, false, 4},
-                                         DdtreeCase{2, 4, 33, 17, DType::kBF16, true, 4},
-                                         DdtreeCase{5, 15, 1000, 64, DType::kF32, false, 20},
-                                         DdtreeCase{2, 3, 8191, 40, DType::kF32, false, 9},
-                                         DdtreeCase{2, 3, 8192, 40, DType::kBF16, false, 9},
-                                         DdtreeCase{2, 3, 8193, 256, DType::kF32, false, 9, 3},
-                                         DdtreeCase{2, 3, 50001, 257, DType::kBF16, false, 9, 7},
-                                         DdtreeCase{1, 15, 163840, 1024, DType::kF32, false, 30},
-                                         DdtreeCase{2, 64, 3000, 1024, DType::kBF16, true, 1},
-                                         DdtreeCase{2, 4, 20000, 100, DType::kF32, false,
-                                                    0},  // everything ties
-                                         DdtreeCase{1, 16, 40, 1000, DType::kF32, true, 0},  // and so deep
-                                         DdtreeCase{1, 2, 20000, 1024, DType::kF32, true, 0},
-                                         DdtreeCase{8, 15, 163840, 32, DType::kF32, true, 30},
-                                         DdtreeCase{64, 15, 163840, 64, DType::kBF16, false, 30}));
+INSTANTIATE_TEST_SUITE_P(
+    Cases, GpuDdtree,
+    testing::Values(
+        DdtreeCase{1, 1, 1, 1, DType::kF32, false, 1}, DdtreeCase{3, 2, 5, 8, DType::kF32, false, 4},
+        DdtreeCase{2, 4, 33, 17, DType::kBF16, true, 4}, DdtreeCase{5, 15, 1000, 64, DType::kF32, false, 20},
+        DdtreeCase{2, 3, 8191, 40, DType::kF32, false, 9}, DdtreeCase{2, 3, 8192, 40, DType::kBF16, false, 9},
+        DdtreeCase{2, 3, 8193, 256, DType::kF32, false, 9, 3},
+        DdtreeCase{2, 3, 50001, 257, DType::kBF16, false, 9, 7},
+        DdtreeCase{1, 15, 163840, 1024, DType::kF32, false, 30},
+        DdtreeCase{2, 64, 3000, 1024, DType::kBF16, true, 1},
+        DdtreeCase{2, 4, 20000, 100, DType::kF32, false, 0},  // everything ties
+        DdtreeCase{1, 16, 40, 1000, DType::kF32, true, 0},    // and so deep
+        DdtreeCase{1, 2, 20000, 1024, DType::kF32, true, 0},
+        // Several chunks a block: ties, and every chunk better than those before.
+        DdtreeCase{20, 15, 30001, 100, DType::kF32, false, 0},
+        DdtreeCase{20, 15, 30001, 32, DType::kF32, false, -30},
+        DdtreeCase{20, 15, 30001, 1024, DType::kF32, true, -30, 1},
+        DdtreeCase{20, 15, 30001, 1024, DType::kBF16, true, 30},
+        DdtreeCase{8, 15, 163840, 32, DType::kF32, true, 30},
+        DdtreeCase{64, 15, 163840, 64, DType::kBF16, false, 30}));
 
 TEST_P(GpuDdtree, EqualsTheHost) {
   SKIP_WITHOUT_GPU();
@@ -232,9 +235,11 @@ TEST_P(GpuDdtree, EqualsTheHost) {
   };
   if (c.dtype == DType::kF32) {
     Floats scores = random_scores<float>(n, 3, c.spread);
+    const std::size_t row = static_cast<std::size_t>(c.vocab + c.extra);
+    for (std::size_t i = 0; c.spread < 0 && i < n; ++i)
+      scores[i] = c.spread * static_cast<float>(row - i % row) / static_cast<float>(row);
     for (std::size_t i = 0; i < n; i += 97) scores[i] = -kInf;
-    for (std::size_t i = 0; i < n; i += static_cast<std::size_t>(c.vocab + c.extra))
-      scores[i] = c.spread > 0 ? 1.0f : 0.0f;
+    for (std::size_t i = 0; i < n; i += row) scores[i] = c.spread != 0 ? 1.0f : 0.0f;
     if (c.are_log_probs)
       for (float& x : scores) x = std::min(0.0f, x);
     run(std::move(scores));
@@ -402,7 +407,7 @@ struct AcceptBatch {
         argmax.host.push_back(below(small_alphabet ? 4 : vocab));
       }
       temperature.host.push_back(below(6) == 0 ? 0.0f : 0.25f * static_cast<float>(1 + below(6)));
-      top_k.host.push_back(below(2) ? 0 : 1 + below(vocab + 3));
+      top_k.host.push_back(below(2) ? 0 : 1 + below(below(2) ? std::min(vocab, 70) : vocab + 3));
       top_p.host.push_back(below(2) ? 1.0f : 0.1f * static_cast<float>(1 + below(9)));
       seeds.host.push_back(hash(static_cast<uint64_t>(r) + 77));
       offsets.host.push_back(hash(static_cast<uint64_t>(r) + 99));

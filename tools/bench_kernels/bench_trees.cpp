@@ -30,6 +30,7 @@ using Blocks = std::vector<std::unique_ptr<Block>>;
 struct Options {
   int samples = 50;
   std::string json;
+  std::string step;  // one alone
 };
 
 struct Times {
@@ -274,9 +275,9 @@ int bench(const Options& o) {
   fmt::print("device   {}\nceilings copy {:.2f} TB/s, read {:.2f} TB/s, measured now\n\n",
              current_cuda_device().reason, c.copy_bytes_per_s / 1e12, c.read_bytes_per_s / 1e12);
   Report report(c);
-  bench_accept(o, stream, report);
-  bench_compact(o, stream, report);
-  bench_build(o, stream, report);
+  if (o.step.empty() || o.step == "accept") bench_accept(o, stream, report);
+  if (o.step.empty() || o.step == "compact") bench_compact(o, stream, report);
+  if (o.step.empty() || o.step == "build") bench_build(o, stream, report);
   if (!o.json.empty()) std::ofstream(o.json) << report.json().dump(2) << "\n";
   cuda_memory().release_stream(stream);
   return 0;
@@ -293,6 +294,7 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1, 10000))
       ->capture_default_str();
   app.add_option("--json", o.json, "write a record");
+  app.add_option("--step", o.step, "one step alone")->check(CLI::IsMember({"accept", "compact", "build"}));
   CLI11_PARSE(app, argc, argv);
   try {
     return bench(o);

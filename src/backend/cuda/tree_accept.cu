@@ -1,7 +1,8 @@
 // Accepting paths on a device.
 //
 //   row_target_kernel     a block a row of logits: maximum and argmax; to sample also the cut of top-k and top-p, the sum of the
-//                         weights and that of the draft's row
+//                         weights and that of the draft's row. For top_k up to 512 a second reading gathers the tokens that may stay,
+//                         and cut and sum come from these; otherwise a cut is found digit by digit, a reading each
 //   greedy_walk_kernel    a warp a request, its tree in shared memory
 //   sampled_walk_kernel   a block a request: the walk of trees/walk.hpp, all threads alike, sharing sums over the vocabulary
 
@@ -57,18 +58,69 @@ __device__ float load_logit(const AcceptProblem& p, int64_t row, int token) {
   return __uint_as_float(static_cast<uint32_t>(static_cast<const uint16_t*>(p.logits)[at]) << 16);
 }
 
+// Calls visit(logit, token) for the thread's share of a row, tokens rising: 16-byte loads, kAtOnce of them on their way.
+template <int kAtOnce, class T, class Visit>
+__device__ void for_row(const T* row, int vocab, Visit visit) {
+  constexpr int kEach = 16 / static_cast<int>(sizeof(T));
+  const auto widen = [](uint32_t bits) { return __uint_as_float(sizeof(T) == 4 ? bits : bits << 16); };
+  const auto value = [&](int token) {
+    if constexpr (sizeof(T) == 4) return row[token];
+    return widen(row[token]);
+  };
+  const int thread = threadIdx.x;
+  // Up to the first 16-byte boundary; a row starts anywhere.
+  const int head =
+      min(vocab, static_cast<int>((16 - reinterpret_cast<uintptr_t>(row) % 16) % 16 / sizeof(T)));
+  const int loads = (vocab - head) / kEach;
+  const uint4* body = reinterpret_cast<const uint4*>(row + head);
+  if (thread < head) visit(value(thread), thread);
+#pragma unroll 1
+  for (int first = thread; first < loads; first += kAtOnce * kRowThreads) {
+    uint4 raw[kAtOnce];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u)
+      if (first + u * kRowThreads < loads) raw[u] = __ldg(body + first + u * kRowThreads);
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const int load = first + u * kRowThreads;
+      if (load >= loads) break;
+      const uint32_t words[4] = {raw[u].x, raw[u].y, raw[u].z, raw[u].w};
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        const uint32_t bits = sizeof(T) == 4 ? words[j] : words[j / 2] >> 16 * (j % 2) & 0xFFFF;
+        visit(widen(bits), head + load * kEach + j);
+      }
+    }
+  }
+  const int rest = head + loads * kEach + thread;
+  if (rest < vocab) visit(value(rest), rest);
+}
+
+template <class T>
+__device__ const T* logits_row(const AcceptProblem& p, int64_t row) {
+  return static_cast<const T*>(p.logits) + row * (p.logits_stride != 0 ? p.logits_stride : p.vocab);
+}
+
+constexpr int kGathered = 2048;  // tokens that top-k and top-p can be worked out among
+
 struct TargetShared {
   BlockScratch scratch;
-  unsigned long long bins[2048];
+  union {
+    unsigned long long bins[2048];
+    uint64_t gathered[kGathered];
+  };
   uint64_t warp_sums[kRowThreads / 32];
   uint64_t above;  // what lies above the chosen bin
+  uint32_t bounds[kRowThreads / 32];
   int bin;
+  int num_gathered;
 };
 
 // The largest cut with at least `need` at or above it, among weights of at least `least`: tokens are counted, or their weights summed.
 // Digit by digit from the top: a histogram of the tokens that share the digits found so far, then the bin that `need` falls into.
-__device__ uint64_t find_cut(const AcceptProblem& p, int64_t row, const RowTarget& target, uint64_t least,
-                             uint64_t need, bool counts, TargetShared& shared) {
+template <class T>
+__device__ uint64_t find_cut(const T* row, int vocab, const RowTarget& target, uint64_t least, uint64_t need,
+                             bool counts, TargetShared& shared) {
   uint64_t prefix = 0;  // digits found
   int low_bit = kWeightBits + 1;
   while (low_bit > 0) {
@@ -80,9 +132,9 @@ __device__ uint64_t find_cut(const AcceptProblem& p, int64_t row, const RowTarge
     // Most weights of a large vocabulary share a bin: a thread adds up a run of equal digits before it goes there.
     int run_bin = -1;
     uint64_t run = 0;
-    for (int token = threadIdx.x; token < p.vocab; token += kRowThreads) {
-      const uint64_t w = uncut_weight(target, load_logit(p, row, token), token);
-      if (w < least || w >> (low_bit + digits) != prefix) continue;
+    for_row<1>(row, vocab, [&](float x, int token) {
+      const uint64_t w = uncut_weight(target, x, token);
+      if (w < least || w >> (low_bit + digits) != prefix) return;
       const int bin = static_cast<int>(w >> low_bit) & ((1 << digits) - 1);
       if (bin != run_bin) {
         if (run_bin >= 0) atomicAdd(&shared.bins[run_bin], run);
@@ -90,7 +142,7 @@ __device__ uint64_t find_cut(const AcceptProblem& p, int64_t row, const RowTarge
         run = 0;
       }
       run += counts ? 1 : w;
-    }
+    });
     if (run_bin >= 0) atomicAdd(&shared.bins[run_bin], run);
     __syncthreads();
 
@@ -121,11 +173,120 @@ __device__ uint64_t find_cut(const AcceptProblem& p, int64_t row, const RowTarge
   return prefix;
 }
 
-__device__ uint64_t sum_weights(const AcceptProblem& p, int64_t row, const RowTarget& target,
-                                BlockScratch& scratch) {
+// The block's exclusive running sum of a number a thread; `all` is the sum.
+__device__ uint64_t sum_before(uint64_t mine, TargetShared& shared, uint64_t& all) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  uint64_t inclusive = mine;
+  for (int step = 1; step < 32; step *= 2) {
+    const uint64_t other = __shfl_up_sync(~0u, inclusive, step);
+    if (lane >= step) inclusive += other;
+  }
+  __syncthreads();
+  if (lane == 31) shared.warp_sums[warp] = inclusive;
+  __syncthreads();
+  uint64_t before = inclusive - mine;
+  all = 0;
+  for (int w = 0; w < kRowThreads / 32; ++w) {
+    if (w == warp) before += all;
+    all += shared.warp_sums[w];
+  }
+  return before;
+}
+
+// A logit that at least k tokens of the row reach, as order_of(): the least, over the warps, of the n-th largest of a warp's
+// threads' maxima. k is at most kRowThreads.
+__device__ uint32_t reached_by(uint32_t mine, int k, TargetShared& shared) {
+  constexpr int kWarps = kRowThreads / 32;
+  int n = (k + kWarps - 1) / kWarps;
+  uint32_t most;
+  for (;;) {
+    most = __reduce_max_sync(~0u, mine);
+    n -= __popc(__ballot_sync(~0u, mine == most));
+    if (n <= 0 || most == 0) break;
+    if (mine == most) mine = 0;
+  }
+  if (threadIdx.x % 32 == 0) shared.bounds[threadIdx.x / 32] = most;
+  __syncthreads();
+  uint32_t bound = shared.bounds[0];
+  for (int w = 1; w < kWarps; ++w) bound = min(bound, shared.bounds[w]);
+  return bound;
+}
+
+// Cut and total for top_k and top_p, from the weights that may stay: those not below the weight of a logit that top_k tokens
+// reach. False if these are too many. top_p 1 and above cuts nothing.
+template <class T>
+__device__ bool cut_gathered(const T* row, int vocab, int top_k, float top_p, uint32_t reached,
+                             RowTarget& target, TargetShared& shared) {
+  // Weights rise with logits only up to exp_weight()'s error of 1e-7: k tokens have at least `least`.
+  const float bound = float_of_order(reached);
+  const float exponent = mul_rn(add_rn(bound, -target.max), target.inv_temperature);
+  const uint64_t reached_weight = exp_weight(exponent), slack = (reached_weight >> 20) + 2;
+  const uint64_t least = reached_weight > slack ? reached_weight - slack : 1;
+  // Most tokens are so far below that their weight isn't needed: at e^-0.25 of the bound's.
+  const float far_below = reached_weight >= 64 ? add_rn(exponent, -0.25f) : -INFINITY;
+  if (threadIdx.x == 0) shared.num_gathered = 0;
+  __syncthreads();
+  for_row<2>(row, vocab, [&](float x, int token) {
+    if (mul_rn(add_rn(x, -target.max), target.inv_temperature) < far_below) return;
+    const uint64_t w = uncut_weight(target, x, token);
+    if (w < least) return;
+    const int at = atomicAdd(&shared.num_gathered, 1);
+    if (at < kGathered) shared.gathered[at] = w;
+  });
+  __syncthreads();
+  const int count = shared.num_gathered;
+  if (count > kGathered) return false;
+
+  // In order, the largest first; then a thread has four neighbours.
+  int n = 4;
+  while (n < count) n *= 2;
+  uint64_t* weights = shared.gathered;
+  for (int i = count + static_cast<int>(threadIdx.x); i < n; i += kRowThreads) weights[i] = 0;
+  for (int size = 2; size <= n; size *= 2) {
+    for (int step = size / 2; step > 0; step /= 2) {
+      __syncthreads();
+      for (int i = threadIdx.x; i < n / 2; i += kRowThreads) {
+        const int low = 2 * i - (i & (step - 1)), high = low + step;
+        const uint64_t a = weights[low], b = weights[high];
+        if ((low & size) == 0 ? a < b : a > b) {
+          weights[low] = b;
+          weights[high] = a;
+        }
+      }
+    }
+  }
+  __syncthreads();
+  if (count >= top_k && weights[top_k - 1] > target.cut) target.cut = weights[top_k - 1];
+  static_assert(4 * kRowThreads == kGathered);
+  uint64_t own[4], total = 0;
+  const auto sum_own = [&] {
+    uint64_t sum = 0;
+    for (int i = 0; i < 4; ++i) {
+      const int at = 4 * static_cast<int>(threadIdx.x) + i;
+      own[i] = at < count && weights[at] >= target.cut ? weights[at] : 0;
+      sum += own[i];
+    }
+    return sum;
+  };
+  uint64_t running = sum_before(sum_own(), shared, total);
+  if (!(top_p >= 1)) {
+    const uint64_t need = top_p_mass(top_p, total);
+    for (int i = 0; i < 4; ++i) {  // one thread has the token that reaches it
+      if (running < need && need <= running + own[i]) shared.above = own[i];
+      running += own[i];
+    }
+    __syncthreads();
+    target.cut = shared.above;
+    sum_before(sum_own(), shared, total);
+  }
+  target.total = total;
+  return true;
+}
+
+template <class T>
+__device__ uint64_t sum_weights(const T* row, int vocab, const RowTarget& target, BlockScratch& scratch) {
   uint64_t mine = 0;
-  for (int token = threadIdx.x; token < p.vocab; token += kRowThreads)
-    mine += target_weight(target, load_logit(p, row, token), token);
+  for_row<2>(row, vocab, [&](float x, int token) { mine += target_weight(target, x, token); });
   return block_sum64(mine, scratch);
 }
 
@@ -143,41 +304,59 @@ __device__ DraftRow sum_draft(const AcceptProblem& p, int64_t row, BlockScratch&
   return draft;
 }
 
-__global__ void __launch_bounds__(kRowThreads)
+template <class T, bool kSamples>
+__global__ void __launch_bounds__(kRowThreads, 2)
     row_target_kernel(const __grid_constant__ AcceptProblem p, RowTarget* targets, DraftRow* drafts) {
   __shared__ TargetShared shared;
   const int64_t row = blockIdx.x;
   const int r = owner_of(p, row);
   if (r < 0) return;
+  const T* logits = logits_row<T>(p, row);
   RowTarget target;
-  uint64_t best = 0, fault = 0;
-  for (int token = threadIdx.x; token < p.vocab; token += kRowThreads) {
-    const float x = load_logit(p, row, token);
+  uint64_t fault = 0;
+  float most = -INFINITY;
+  int most_token = 0;
+  for_row<4>(logits, p.vocab, [&](float x, int token) {
     if (!(x < INFINITY))
       fault = static_cast<uint64_t>(x != x ? TreeFault::kScoreNaN : TreeFault::kScoreInfinite);
-    const uint64_t key = rank_key(order_of(x), token);
-    if (key > best) best = key;
-  }
-  best = block_max64(best, shared.scratch);
+    if (x > most) {  // equal ones are later tokens
+      most = x;
+      most_token = token;
+    }
+  });
+  const uint32_t most_order = order_of(most);
+  const uint64_t best = block_max64(rank_key(most_order, most_token), shared.scratch);
   target.fault = static_cast<TreeFault>(block_max64(fault, shared.scratch));
   target.max = score_of_key(best);
   target.argmax = token_of_key(best);
   if (target.fault == TreeFault::kNone && best == 0) target.fault = TreeFault::kScoresEmpty;
-  if (p.method != AcceptMethod::kGreedy) {
+  if constexpr (kSamples) {
     const float temperature = p.temperature != nullptr ? p.temperature[r] : 1.0f;
     if (!temperature_is_valid(temperature)) target.fault = TreeFault::kTemperature;
     if (target.fault == TreeFault::kNone) {
       target.inv_temperature = inverse_temperature(temperature);
-      const int top_k = p.top_k != nullptr ? p.top_k[r] : 0;
-      if (top_k > 0 && top_k < p.vocab) {
-        const uint64_t cut = find_cut(p, row, target, 0, static_cast<uint64_t>(top_k), true, shared);
-        if (cut > target.cut) target.cut = cut;
+      const int top_k = p.top_k != nullptr && p.top_k[r] < p.vocab ? p.top_k[r] : 0;
+      const float top_p = p.top_p != nullptr ? p.top_p[r] : 1.0f;
+      bool done = false;
+      if (target.inv_temperature == 0) {  // the argmax is all there is, and stays
+        target.total = kWeightOne;
+        done = true;
+      } else if (top_k > 0 && top_k <= kRowThreads) {
+        const uint32_t reached = reached_by(most_order, top_k, shared);
+        done = cut_gathered(logits, p.vocab, top_k, top_p, reached, target, shared);
       }
-      target.total = sum_weights(p, row, target, shared.scratch);
-      if (p.top_p != nullptr && !(p.top_p[r] >= 1)) {
-        target.cut =
-            find_cut(p, row, target, target.cut, top_p_mass(p.top_p[r], target.total), false, shared);
-        target.total = sum_weights(p, row, target, shared.scratch);
+      if (!done) {
+        if (top_k > 0) {
+          const uint64_t cut =
+              find_cut(logits, p.vocab, target, 0, static_cast<uint64_t>(top_k), true, shared);
+          if (cut > target.cut) target.cut = cut;
+        }
+        target.total = sum_weights(logits, p.vocab, target, shared.scratch);
+        if (!(top_p >= 1)) {
+          target.cut =
+              find_cut(logits, p.vocab, target, target.cut, top_p_mass(top_p, target.total), false, shared);
+          target.total = sum_weights(logits, p.vocab, target, shared.scratch);
+        }
       }
     }
     DraftRow draft;
@@ -185,6 +364,14 @@ __global__ void __launch_bounds__(kRowThreads)
     if (drafts != nullptr && threadIdx.x == 0) drafts[row] = draft;
   }
   if (threadIdx.x == 0) targets[row] = target;
+}
+
+using RowTargetKernel = void(AcceptProblem, RowTarget*, DraftRow*);
+RowTargetKernel* row_target_of(const AcceptProblem& p) {
+  const bool samples = p.method != AcceptMethod::kGreedy;
+  if (p.logits_dtype == DType::kF32)
+    return samples ? row_target_kernel<float, true> : row_target_kernel<float, false>;
+  return samples ? row_target_kernel<uint16_t, true> : row_target_kernel<uint16_t, false>;
 }
 
 // ---- trees ----
@@ -473,7 +660,7 @@ void accept_on_device(const AcceptProblem& p, const AcceptOutput& output, const 
   TreeWorkspace workspace(run.workspace, p.b);
   const AcceptArrays a = take_arrays(workspace, p);
   if (a.targets != nullptr && p.total_q > 0) {
-    row_target_kernel<<<static_cast<unsigned>(p.total_q), kRowThreads, 0, stream>>>(p, a.targets, a.drafts);
+    row_target_of(p)<<<static_cast<unsigned>(p.total_q), kRowThreads, 0, stream>>>(p, a.targets, a.drafts);
     check_launch("row_target_kernel");
   }
   if (p.method == AcceptMethod::kGreedy) {
@@ -493,7 +680,7 @@ std::size_t device_accept_bytes(const AcceptProblem& p) {
   } else {
     load_tree_kernel(sampled_walk_kernel);
   }
-  load_tree_kernel(row_target_kernel);
+  load_tree_kernel(row_target_of(p));
   return workspace.bytes();
 }
 

@@ -1,12 +1,12 @@
 // Building trees on a device: a block a request grows the tree in shared memory, then all its threads write it out.
 //
-//   ddtree       a warp keeps the frontier, an entry a slot, slot s with lane s % 32. Each round the lanes' best entries meet in
-//                shuffles; the one chosen is replaced in its slot by its next sibling, its first child takes a new slot, and only the
-//                lanes of these two slots look at theirs again
+//   ddtree       a warp keeps the frontier. Up to budget 32 a lane holds an entry in registers, and beside it what its successors
+//                need; a round is two reductions over the warp that find the best, and shuffles from the lane that has it. Beyond, a
+//                lane holds the best of every 32nd slot, and the warp looks together for the next best of the one chosen
 //   candidates   effective scores by walking up, the budget best by counting who is better, numbers by a scan
 //   chain, parents   copied and checked
 //
-// Shared memory at budget 1,024: nodes 27 KB, frontier 16 KB, log-probabilities up to 48 KB (more stay in global memory).
+// Shared memory at budget 1,024: nodes 31 KB, frontier 16 KB, log-probabilities up to 48 KB (more stay in global memory).
 
 #include "backend/cuda/block_ops.cuh"
 #include "backend/cuda/cuda_check.hpp"
@@ -28,6 +28,7 @@ struct SharedTree {
   int32_t* parents;  // [q_len]
   int32_t* tokens;
   int32_t* depths;
+  int32_t* heads;      // links: the first child met so far
   int64_t* log_probs;  // of the path; null where there are none
   int q_len;
 };
@@ -41,12 +42,13 @@ __device__ SharedTree carve_tree(unsigned char*& at, int q_len) {
   tree.parents = reinterpret_cast<int32_t*>(at);
   tree.tokens = tree.parents + q_len;
   tree.depths = tree.tokens + q_len;
-  at += (3 * sizeof(int32_t) * q_len + 15) / 16 * 16;
+  tree.heads = tree.depths + q_len;
+  at += (4 * sizeof(int32_t) * q_len + 15) / 16 * 16;
   return tree;
 }
 constexpr std::size_t tree_bytes(int q_len) {
   return sizeof(int64_t) * static_cast<std::size_t>(q_len) +
-         (3 * sizeof(int32_t) * static_cast<std::size_t>(q_len) + 15) / 16 * 16;
+         (4 * sizeof(int32_t) * static_cast<std::size_t>(q_len) + 15) / 16 * 16;
 }
 
 __device__ void report(FaultWord* shared_fault, FaultWord fault) {
@@ -64,6 +66,28 @@ __device__ int32_t root_token(const BuildProblem& p, int r) {
   if (p.root_tokens != nullptr) return p.root_tokens[r];
   if (p.method == BuildMethod::kParents && p.tokens != nullptr) return p.tokens[int64_t{r} * (p.budget + 1)];
   return -1;
+}
+
+// Retrieve links, by a warp: 32 nodes at once, from the last to the first. A node's next sibling is the next lane with the same
+// parent, else the first child of it met before.
+__device__ void write_links(const TreeOutput& out, int64_t base, const SharedTree& tree) {
+  const int lane = threadIdx.x % 32;
+  for (int i = lane; i < tree.q_len; i += 32) tree.heads[i] = -1;
+  __syncwarp();
+  for (int first = (tree.q_len - 1) / 32 * 32; first >= 0; first -= 32) {
+    const int i = first + lane;
+    const int parent = i < tree.q_len ? tree.parents[i] : -1;
+    const unsigned peers = __match_any_sync(~0u, parent);
+    const unsigned after = peers & ~((2u << lane) - 1), before = peers & ((1u << lane) - 1);
+    const int head = parent >= 0 ? tree.heads[parent] : -1;
+    __syncwarp();
+    if (parent >= 0 && before == 0) tree.heads[parent] = i;
+    if (i < tree.q_len && out.retrieve_next_sibling != nullptr)
+      out.retrieve_next_sibling[base + i] = parent >= 0 && after != 0 ? first + __ffs(after) - 1 : head;
+    __syncwarp();
+  }
+  for (int i = lane; i < tree.q_len && out.retrieve_next_token != nullptr; i += 32)
+    out.retrieve_next_token[base + i] = tree.heads[i];
 }
 
 // By the whole block: nodes [1, num_nodes) are in shared memory, and a fault in `fault` if there is one. Adds root and padding,
@@ -103,6 +127,7 @@ __device__ void finish_tree(const BuildProblem& p, const TreeOutput& out, Shared
   }
   __syncthreads();
 
+  if (static_cast<int>(threadIdx.x) >= threads - 32) write_links(out, base, tree);
   for (int i = threadIdx.x; i < q_len; i += threads) {
     if (out.token_ids != nullptr) out.token_ids[base + i] = tree.tokens[i];
     if (out.parents != nullptr) out.parents[base + i] = tree.parents[i];
@@ -114,16 +139,6 @@ __device__ void finish_tree(const BuildProblem& p, const TreeOutput& out, Shared
       out.log_probs[base + i] = i >= num_nodes                        ? -INFINITY
                                 : tree.log_probs == nullptr || i == 0 ? 0.0f
                                                                       : nats_of(tree.log_probs[i]);
-    if (out.retrieve_next_token != nullptr) {
-      int child = i + 1;
-      while (child < q_len && tree.parents[child] != i) ++child;
-      out.retrieve_next_token[base + i] = child < q_len ? child : -1;
-    }
-    if (out.retrieve_next_sibling != nullptr) {
-      int sibling = i + 1;
-      while (sibling < q_len && tree.parents[sibling] != tree.parents[i]) ++sibling;
-      out.retrieve_next_sibling[base + i] = i > 0 && sibling < q_len ? sibling : -1;
-    }
     if (out.ancestor_bits != nullptr) {  // itself and its ancestors, from the last word to the first
       uint32_t* row = out.ancestor_bits + (base + i) * out.words_per_row;
       int word = out.words_per_row - 1;
@@ -143,89 +158,140 @@ __device__ void finish_tree(const BuildProblem& p, const TreeOutput& out, Shared
 
 // ---- DDTree ----
 
+// An entry's place in one number: parent, depth, rank.
+constexpr int kDepthShift = 11, kRankShift = 18;
+static_assert(kMostNodes < 1 << kDepthShift && kMaxTreeDepths < 1 << (kRankShift - kDepthShift) &&
+              kMaxTreeBudget < 1 << (31 - kRankShift));
+
 struct Grower {
-  const ScoreTop& top;
-  int64_t first_row;  // of the request
-  int num_depths;
-  const RowNorm* norms;  // [num_depths]
-  const int64_t* table;  // [num_depths, k] log-probabilities, or null
+  int num_depths, k;
+  const int64_t* table;  // [num_depths, k] log-probabilities
   SharedTree tree;
   int16_t* ranks;           // [q_len]
-  FrontierEntry* frontier;  // [q_len]
-
-  __device__ int64_t log_prob(int depth, int rank) const {
-    if (depth >= num_depths || rank >= top.k) return kNoLogProb;
-    if (table != nullptr) return table[depth * top.k + rank];
-    return key_log_prob(top.keys[(first_row + depth) * top.k + rank], norms[depth]);
-  }
-  __device__ bool before(const FrontierEntry& a, const FrontierEntry& b) const {
-    return a.key != b.key ? a.key > b.key : path_before(a, b, tree.parents, ranks);
-  }
-  __device__ FrontierEntry entry(int64_t path, int parent, int depth, int rank) const {
-    FrontierEntry e;
-    const int64_t own = log_prob(depth, rank);
-    if (own != kNoLogProb) e.key = path + own;
-    e.parent = parent;
-    e.depth = static_cast<int16_t>(depth);
-    e.rank = static_cast<int16_t>(rank);
-    return e;
-  }
+  FrontierEntry* frontier;  // [q_len] for budgets above 32
 
   // By one warp. Returns the number of nodes.
   __device__ int grow(int budget) {
     const int lane = threadIdx.x;
-    int best = -1;  // the lane's best slot; -1: it has no entry that exists
     if (lane == 0) {
       tree.parents[0] = -1;
       tree.log_probs[0] = 0;
       ranks[0] = 0;
-      frontier[0] = entry(0, 0, 0, 0);
-      if (frontier[0].key != kNoLogProb) best = 0;
     }
+    Best best;  // of the lane's slots
+    if (lane == 0) best.key = log_prob(0, 0);
+    look_ahead(best);
     __syncwarp();
     int node = 1;
-    for (int slots = 1; node <= budget; ++node, ++slots) {
-      const int chosen = choose(best);
-      if (chosen < 0) break;
-      const FrontierEntry e = frontier[chosen];
-      const FrontierEntry sibling = entry(tree.log_probs[e.parent], e.parent, e.depth, e.rank + 1);
-      const FrontierEntry child = entry(e.key, node, e.depth + 1, 0);
-      __syncwarp();
+    for (; node <= budget; ++node) {
+      const int owner = choose(best.key, best.place);
+      if (owner < 0) break;
+      const uint32_t place = __shfl_sync(~0u, best.place, owner);
+      const int64_t path = __shfl_sync(~0u, best.key, owner);
+      const int64_t child_own = __shfl_sync(~0u, best.child_own, owner);
       if (lane == 0) {
-        tree.parents[node] = e.parent;
-        tree.depths[node] = e.depth + 1;
-        tree.log_probs[node] = e.key;
-        ranks[node] = e.rank;
-        frontier[chosen] = sibling;
-        frontier[slots] = child;
+        tree.parents[node] = parent_of(place);
+        tree.depths[node] = depth_of(place) + 1;
+        tree.log_probs[node] = path;
+        ranks[node] = static_cast<int16_t>(rank_of(place));
       }
+      const int home = node % 32;  // of the first child, in slot `node`
+      const Best child{
+          child_own == kNoLogProb ? kNoLogProb : path + child_own,
+          static_cast<uint32_t>(node) | static_cast<uint32_t>(depth_of(place) + 1) << kDepthShift, node};
+      if (lane == owner) {
+        best.key = best.sibling_own == kNoLogProb ? kNoLogProb : best.key - best.own + best.sibling_own;
+        best.place += 1u << kRankShift;
+      }
+      if (budget <= 32) {
+        if (lane == home) best = child;  // the last may take a place, but is never chosen
+      } else {
+        if (lane == owner) frontier[best.slot] = entry_of(best);
+        if (lane == home) frontier[node] = entry_of(child);
+        __syncwarp();
+        refill(best, owner, node);
+        if (lane == home && home != owner && child.key != kNoLogProb &&
+            (best.key == kNoLogProb || child.key > best.key ||
+             (child.key == best.key && before(child.place, best.place))))
+          best = child;
+      }
+      if (lane == owner || lane == home) look_ahead(best);
       __syncwarp();
-      if (lane == chosen % 32) {
-        best = -1;
-        for (int s = lane; s < slots; s += 32)
-          if (frontier[s].key != kNoLogProb && (best < 0 || before(frontier[s], frontier[best]))) best = s;
-      }
-      if (lane == slots % 32 && child.key != kNoLogProb && (best < 0 || before(child, frontier[best])))
-        best = slots;
     }
     return node;
   }
 
  private:
-  // The best of the lanes' best slots, the same in all lanes; -1 if there is none.
-  __device__ int choose(int best) const {
-    const int64_t key = best < 0 ? kNoLogProb : frontier[best].key;
-    int64_t most = key;
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) most = max(most, __shfl_xor_sync(~0u, most, step));
-    if (most == kNoLogProb) return -1;
-    unsigned tied = __ballot_sync(~0u, key == most);
-    int chosen = __shfl_sync(~0u, best, __ffs(tied) - 1);
+  struct Best {
+    int64_t key = kNoLogProb;
+    uint32_t place = 0;
+    int slot = 0;
+    // Log-probabilities of its last token, of its next sibling's and of its first child's: read when the entry becomes the lane's
+    // best, so that they are there when it is chosen.
+    int64_t own = 0, sibling_own = 0, child_own = 0;
+  };
+
+  __device__ static int parent_of(uint32_t place) { return place & ((1u << kDepthShift) - 1); }
+  __device__ static int depth_of(uint32_t place) {
+    return place >> kDepthShift & ((1u << (kRankShift - kDepthShift)) - 1);
+  }
+  __device__ static int rank_of(uint32_t place) { return place >> kRankShift; }
+  __device__ static FrontierEntry entry_at(int64_t key, uint32_t place) {
+    FrontierEntry e;
+    e.key = key;
+    e.parent = parent_of(place);
+    e.depth = static_cast<int16_t>(depth_of(place));
+    e.rank = static_cast<int16_t>(rank_of(place));
+    return e;
+  }
+  __device__ static FrontierEntry entry_of(const Best& b) { return entry_at(b.key, b.place); }
+
+  __device__ int64_t log_prob(int depth, int rank) const {
+    return depth < num_depths && rank < k ? table[depth * k + rank] : kNoLogProb;
+  }
+  __device__ void look_ahead(Best& b) const {
+    const int depth = depth_of(b.place), rank = rank_of(b.place);
+    b.own = log_prob(depth, rank);
+    b.sibling_own = log_prob(depth, rank + 1);
+    b.child_own = log_prob(depth + 1, 0);
+  }
+  // Of equal keys.
+  __device__ bool before(uint32_t a, uint32_t b) const {
+    return path_before(entry_at(0, a), entry_at(0, b), tree.parents, ranks);
+  }
+
+  // The lane with the best entry, the same in all lanes; -1 if there is none.
+  __device__ int choose(int64_t key, uint32_t place) const {
+    const int high = static_cast<int>(key >> 32);
+    const uint32_t low = static_cast<uint32_t>(key);
+    const int most_high = __reduce_max_sync(~0u, high);
+    const uint32_t most_low = __reduce_max_sync(~0u, high == most_high ? low : 0);
+    unsigned tied = __ballot_sync(~0u, high == most_high && low == most_low);
+    if (most_high == static_cast<int>(kNoLogProb >> 32) && most_low == static_cast<uint32_t>(kNoLogProb))
+      return -1;
+    int chosen = __ffs(tied) - 1;
     for (tied &= tied - 1; tied != 0; tied &= tied - 1) {
-      const int other = __shfl_sync(~0u, best, __ffs(tied) - 1);
-      if (before(frontier[other], frontier[chosen])) chosen = other;
+      const int other = __ffs(tied) - 1;
+      if (before(__shfl_sync(~0u, place, other), __shfl_sync(~0u, place, chosen))) chosen = other;
     }
     return chosen;
+  }
+
+  // The best of the owner's slots up to `last`, found by all lanes, becomes its best.
+  __device__ void refill(Best& best, int owner, int last) const {
+    const int slot = owner + 32 * static_cast<int>(threadIdx.x);
+    FrontierEntry e;
+    if (slot <= last) e = frontier[slot];
+    const uint32_t place = static_cast<uint32_t>(e.parent) | static_cast<uint32_t>(e.depth) << kDepthShift |
+                           static_cast<uint32_t>(e.rank) << kRankShift;
+    const int chosen = choose(e.key, place);
+    const int from = chosen < 0 ? 0 : chosen;
+    const int64_t key = __shfl_sync(~0u, e.key, from);
+    const uint32_t chosen_place = __shfl_sync(~0u, place, from);
+    if (static_cast<int>(threadIdx.x) != owner) return;
+    best.key = key;
+    best.place = chosen_place;
+    best.slot = owner + 32 * from;
   }
 };
 
@@ -242,7 +308,6 @@ __global__ void __launch_bounds__(kThreads)
     ddtree_kernel(const __grid_constant__ BuildProblem p, const __grid_constant__ TreeOutput out,
                   const __grid_constant__ ScoreTop top, bool has_table, FaultWord* faults) {
   extern __shared__ __align__(16) unsigned char smem[];
-  __shared__ RowNorm norms[kMaxTreeDepths];
   __shared__ FaultWord fault;
   __shared__ int num_nodes;
   const int r = blockIdx.x, q_len = p.budget + 1;
@@ -258,15 +323,14 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) fault = {};
   __syncthreads();
   for (int d = threadIdx.x; d < p.num_depths; d += kThreads) {
-    norms[d] = row_norm(top, first_row + d);
-    if (norms[d].fault != TreeFault::kNone) report(&fault, make_fault(norms[d].fault, r, d));
+    const TreeFault found = top.faults[first_row + d];
+    if (found != TreeFault::kNone) report(&fault, make_fault(found, r, d));
   }
-  __syncthreads();
-  for (int i = threadIdx.x; has_table && i < p.num_depths * top.k; i += kThreads)
-    table[i] = key_log_prob(top.keys[first_row * top.k + i], norms[i / top.k]);
+  const int64_t* log_probs = top.log_probs + first_row * top.k;
+  for (int i = threadIdx.x; has_table && i < p.num_depths * top.k; i += kThreads) table[i] = log_probs[i];
   __syncthreads();
   if (threadIdx.x < 32) {
-    Grower grower{top, first_row, p.num_depths, norms, has_table ? table : nullptr, tree, ranks, frontier};
+    Grower grower{p.num_depths, top.k, has_table ? table : log_probs, tree, ranks, frontier};
     const int n = fault ? 1 : grower.grow(p.budget);
     if (threadIdx.x == 0) num_nodes = n;
   }
@@ -396,15 +460,14 @@ __global__ void __launch_bounds__(kScanThreads)
     beam_kernel(const __grid_constant__ BeamProblem p, const __grid_constant__ BeamOutput out,
                 const __grid_constant__ ScoreTop top, FaultWord* faults) {
   __shared__ float scores[kMaxBeamWidth * kMaxBeamWidth];
-  __shared__ RowNorm norms[kMaxBeamWidth];
   __shared__ FaultWord fault;
   const int r = blockIdx.x, count = p.rows * p.top_k;
   const int64_t first_row = int64_t{r} * p.rows;
   if (threadIdx.x == 0) fault = {};
   __syncthreads();
   for (int i = threadIdx.x; i < p.rows; i += kScanThreads) {
-    norms[i] = row_norm(top, first_row + i);
-    if (norms[i].fault != TreeFault::kNone) report(&fault, make_fault(norms[i].fault, r, i));
+    const TreeFault found = top.faults[first_row + i];
+    if (found != TreeFault::kNone) report(&fault, make_fault(found, r, i));
     if (p.row_log_probs != nullptr && !(p.row_log_probs[first_row + i] < INFINITY))
       report(&fault, make_fault(TreeFault::kBeamNaN, r, i));
   }
@@ -412,8 +475,10 @@ __global__ void __launch_bounds__(kScanThreads)
   for (int i = threadIdx.x; i < count; i += kScanThreads) {
     const int row = i / p.top_k;
     const float path = p.row_log_probs != nullptr ? p.row_log_probs[first_row + row] : 0.0f;
-    const uint64_t key = i % p.top_k < top.k ? top.keys[(first_row + row) * top.k + i % p.top_k] : 0;
-    float score = add_rn(path, nats_of(key_log_prob(key, norms[row])));
+    const int64_t at = (first_row + row) * top.k + i % p.top_k;
+    const bool exists = i % p.top_k < top.k;
+    const uint64_t key = exists ? top.keys[at] : 0;
+    float score = add_rn(path, nats_of(exists ? top.log_probs[at] : kNoLogProb));
     if (fault) score = -INFINITY;
     scores[i] = score;
     out.token_ids[first_row * p.top_k + i] = score == -INFINITY ? -1 : token_of_key(key);
