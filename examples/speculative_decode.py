@@ -6,8 +6,8 @@
     python examples/speculative_decode.py --sample            # lossless sampling in place of greedy decoding
     python examples/speculative_decode.py --device cuda --steps-log
 
-The model is Hugging Face's DeepseekV3ForCausalLM, small, with random weights from a fixed seed. Only its attention is replaced: by
-the absorbed form on TreeMLA over a paged cache. A step of all requests at once:
+The model is Hugging Face's DeepseekV3ForCausalLM, small, with random weights from a fixed seed. Only its attention is replaced:
+by the absorbed form on TreeMLA over a paged cache. A step of all requests at once:
 
     draft     what followed earlier occurrences of a request's last tokens scores the next positions: a drafter that costs nothing
     build     treemla.build_tree: the tree with the largest sum of path probabilities
@@ -147,7 +147,9 @@ class Decoder:
         self.step.slots = torch.where(kv_len[request] > 0, slots, torch.zeros_like(slots))
         self.step.keywords = {"q_indptr": q_indptr, "kv_len": kv_len, "page_table": self.page_table, "tree": tree}
         self.step.planned = False
-        return self.model(input_ids=tokens[None].clamp(min=0).long(), position_ids=positions[None].long(), use_cache=False).logits[0]
+        return self.model(
+            input_ids=tokens[None].clamp(min=0).long(), position_ids=positions[None].long(), use_cache=False
+        ).logits[0]
 
     def draft(self, histories: list[list[int]]) -> torch.Tensor:
         """Logits [b, depths, vocab]: the tokens that came d after earlier occurrences of the last two tokens, or of the last."""

@@ -67,6 +67,6 @@ __all__ = [
     "why_unsupported",
 ]
 
-# Inside torch.compile the calls above are operators. Who imports torch later imports treemla.torch_ops for that.
-if "torch" in _sys.modules:
+# Inside torch.compile the calls above are operators. Registering them here keeps that out of the first compilation.
+if hasattr(_sys.modules.get("torch"), "compiler"):  # torch >= 2.4
     from . import torch_ops  # noqa: F401

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from typing import Any, NamedTuple
 
@@ -12,12 +13,10 @@ from ._errors import invalid
 __all__ = ["Backend", "Planner", "Verified", "list_backends", "verify", "why_unsupported"]
 
 
-def _not_compiling() -> bool:
-    return False
-
-
-# torch.compiler.is_compiling once treemla.torch_ops is imported: inside torch.compile calls become custom operators.
-is_compiling = _not_compiling
+def is_compiling() -> bool:
+    """Is torch.compile tracing this? Calls then become operators. torch may be imported after treemla, or never."""
+    torch = sys.modules.get("torch")
+    return torch is not None and hasattr(torch, "compiler") and torch.compiler.is_compiling()
 
 
 class Verified(NamedTuple):

@@ -4,7 +4,7 @@
     torch.ops.treemla.run           a run of a Planner, by its number
     torch.ops.treemla.verify_into, torch.ops.treemla.run_into    the same, writing into out and lse
 
-treemla imports this itself if torch was imported before it.
+treemla imports this itself: with torch, or when a call is first compiled.
 """
 
 from __future__ import annotations
@@ -204,6 +204,3 @@ def compiled_run(number: int, d_v: int, out_dtype: str, q: Tensor, kv: Tensor, o
         return _verify.Verified(*torch.ops.treemla.run(number, d_v, out_dtype, q, kv))
     torch.ops.treemla.run_into(number, q, kv, out, lse)
     return _verify.Verified(out, lse)
-
-
-_verify.is_compiling = torch.compiler.is_compiling
