@@ -139,6 +139,33 @@ def assert_close():
     return check
 
 
+@pytest.fixture
+def random_value():
+    def make(rng, old):
+        """An array that is wrong in some way: its dtype, shape, strides or contents; or no array at all."""
+        kind = rng.integers(7)
+        if kind == 0 or not isinstance(old, np.ndarray):
+            return [None, 3, -1.5, "text", [1, 2], 2**70, float("inf")][rng.integers(7)]
+        if kind == 1:
+            return old.astype(
+                rng.choice(["float64", "float16", "int8", "int64", "uint8", "bool", "float32", "complex64", "uint32"])
+            )
+        if kind == 2:
+            return rng.integers(-3, 70, size=tuple(rng.integers(0, 9, size=rng.integers(0, 5)))).astype(old.dtype)
+        if kind == 3:
+            axis = rng.integers(old.ndim)
+            return np.take(old, range(rng.integers(0, old.shape[axis] + 1)), axis=axis)
+        if kind == 4:
+            return old[tuple(slice(None, None, rng.choice([-1, 2, 3])) for _ in range(old.ndim))]
+        if kind == 5:
+            return np.broadcast_to(old[:1], (old.shape[0], *old.shape[1:]))
+        noisy = old.copy()
+        noisy.reshape(-1)[rng.integers(noisy.size)] = rng.choice([-1, -(2**31), 2**31 - 1, 7, 0]) if noisy.size else 0
+        return noisy
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def treemla_command():
     """The command, for replaying recorded cases; TREEMLA_COMMAND names it, ./test does."""

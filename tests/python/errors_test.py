@@ -193,3 +193,32 @@ def test_arrays_are_kept_and_given_back(make_case):
     del planner
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_nonsense(make_case, random_value, seed):
+    """Either it is an error of the library's, or the result is whole: every element was written."""
+    rng = np.random.default_rng(seed)
+    case = make_case(page_size=4, seed=seed)
+    indptr, indices = case.csr()
+    good = {"q": case.q, "kv": case.kv, **case.keywords}
+    good |= {"out": np.zeros((15, 4, 32), np.float32), "lse": np.zeros((15, 4), np.float32)}
+    refused = 0
+    with np.errstate(all="ignore"):
+        for i in range(60):
+            arguments = dict(good)
+            if i % 2:
+                del arguments["page_table"]
+                arguments |= {"page_indptr": indptr, "page_indices": indices}
+            for name in rng.choice(list(arguments), size=rng.integers(1, 3), replace=False):
+                arguments[name] = random_value(rng, arguments[name])
+            if arguments["lse"] is None or arguments["out"] is None:
+                continue
+            try:
+                out, lse = treemla.verify(**arguments)
+            except treemla.Error as error:
+                refused += 1
+                assert error.args and "\n" not in str(error)
+            else:
+                assert out.shape[:2] == lse.shape
+    assert refused > 20  # most of it is nonsense

@@ -56,7 +56,11 @@ def test_operators_pass_opcheck(make_case, device):
 
 
 # Whole graphs, on eager kernels: what is tested is the operators, not the compiler behind them. On a GPU also that one.
-BACKENDS = [("cpu", "aot_eager"), pytest.param("cuda", "inductor", marks=DEVICES[1].marks)]
+BACKENDS = [
+    ("cpu", "aot_eager"),
+    pytest.param("cuda", "aot_eager", marks=DEVICES[1].marks),
+    pytest.param("cuda", "inductor", marks=DEVICES[1].marks),
+]
 
 
 @pytest.mark.parametrize("device,backend", BACKENDS)

@@ -211,3 +211,30 @@ def test_read_only_cache():
     cache.flags.writeable = False
     with pytest.raises(treemla.InvalidArgument, match="cache is read-only"):
         treemla.compact_cache(**(GOOD_COMPACT | {"cache": [cache]}))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_nonsense(random_value, seed):
+    rng = np.random.default_rng(seed)
+    logits = {"logits": np.zeros((3, 4), np.float32), "method": "deterministic", "temperature": np.ones(1, np.float32)}
+    scores = {"scores": rng.standard_normal((2, 3, 9)).astype(np.float32), "root_tokens": i32(1, 2), "prefix_len": i32(3, 4)}
+    calls = [
+        (treemla.accept_path, GOOD_ACCEPT),
+        (treemla.accept_path, {k: v for k, v in GOOD_ACCEPT.items() if k != "target_argmax"} | logits),
+        (treemla.build_tree, scores | {"budget": 5}),
+        (treemla.compact_cache, GOOD_COMPACT),
+    ]
+    refused = 0
+    for i in range(80):
+        function, good = calls[i % len(calls)]
+        arguments = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in good.items()}
+        for name in rng.choice(list(arguments), size=rng.integers(1, 3), replace=False):
+            if name not in ("total_q", "budget"):  # sizes of outputs: checked one by one above
+                arguments[name] = random_value(rng, arguments[name])
+        try:
+            with np.errstate(all="ignore"):
+                function(**arguments)
+        except treemla.Error as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused > 20
