@@ -113,12 +113,23 @@ def _prefix_axis(axes: Any, prefixes: list[float]) -> None:
     axes.minorticks_off()
 
 
+def _log_axis(axis: Any) -> None:
+    """1, 2, 5, 10, ... as plain numbers."""
+    from matplotlib import ticker
+
+    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(ticker.NullFormatter())
+    axis.set_minor_locator(ticker.NullLocator())
+
+
 def speed(rows: list[Row], title: str = "") -> Any:
     """Microseconds against the cached prefix, both logarithmic."""
     figure, axes = _axes(title, "cached prefix, tokens", "time, us")
     _lines(axes, {label: [(r["prefix"], time_of(r)) for r in group] for label, group in series(rows).items()})
     _prefix_axis(axes, [r["prefix"] for r in rows])
     axes.set_yscale("log")
+    _log_axis(axes.yaxis)
     return figure
 
 
@@ -156,13 +167,15 @@ def roofline(rows: list[Row], read_tb_s: float, tflop_s: float, title: str = "")
     knee = tflop_s / read_tb_s
     roof = [(low, low * read_tb_s), (knee, tflop_s), (high, tflop_s)]
     axes.plot(*zip(*roof), color="black", linewidth=1.2)
-    axes.annotate(f"{read_tb_s:g} TB/s", (low, low * read_tb_s), textcoords="offset points", xytext=(-2, 12))
+    axes.annotate(f"{read_tb_s:g} TB/s", (low, low * read_tb_s), textcoords="offset points", xytext=(14, -2))
     axes.annotate(f"{tflop_s:g} TFLOP/s", (high, tflop_s), textcoords="offset points", xytext=(-4, 5), ha="right")
     for i, (label, points) in enumerate(groups.items()):
         marker, colour = _STYLES[i % len(_STYLES)]
         axes.scatter(*zip(*points), marker=marker, color=colour, label=label, s=24)
     axes.legend(frameon=False, fontsize=9)
     axes.set(xscale="log", yscale="log")
+    _log_axis(axes.xaxis)
+    _log_axis(axes.yaxis)
     return figure
 
 
