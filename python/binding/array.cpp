@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "binding/dlpack.hpp"
@@ -309,7 +310,11 @@ void Array::from_capsule(PyObject* capsule) {
 }
 
 void Array::normalise_strides() {
-  int64_t compact = 1;
+  int64_t count = 1, compact = 1;
+  for (int i = 0; i < ndim; ++i)
+    if (shape[i] < 0 || __builtin_mul_overflow(count, std::max<int64_t>(shape[i], 1), &count))
+      fail(name,
+           std::string(name) + " has shape " + shape_text() + ": must have extents that 64 bits can count");
   for (int i = ndim - 1; i >= 0; --i) {
     if (shape[i] <= 1) strides[i] = compact;
     if (shape[i] > 0) compact = shape[i] * strides[i];

@@ -310,10 +310,11 @@ struct BoundCompact {
   std::vector<void*> pointers;
 };
 
-void bind_layer(BoundCompact& c, const Array& layer, bool stacked, int64_t page_size, Memory memory) {
+void bind_layer(BoundCompact& c, const Array& layer, bool stacked, int64_t page_size, const Array& beside) {
   const std::string n = layer.name;
   CompactProblem& p = c.problem;
-  if (layer.memory != memory) fail(n, n + " is on " + layer.place() + ": must be where q_indptr is");
+  if (layer.place() != beside.place())
+    fail(n, n + " is on " + layer.place() + ": must be where q_indptr is, on " + beside.place());
   layer.need_writable();
   if (layer.element == Element::kOther) fail(n, n + " is " + element_name(layer.element));
   const int first = stacked ? 1 : 0;
@@ -382,7 +383,7 @@ void bind_compact(BoundCompact& c, Step& step, const nb::list& layers, bool stac
   c.layers.reserve(layers.size());
   for (nb::handle layer : layers) {
     const Array& a = c.layers.emplace_back(layer, "cache", stream);
-    bind_layer(c, a, stacked, page_size, p.memory);
+    bind_layer(c, a, stacked, page_size, indptr);
   }
   if (!stacked) {
     p.num_layers = static_cast<int>(c.layers.size());

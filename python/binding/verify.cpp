@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <limits>
+#include <memory>
+#include <mutex>
 #include <string>
 
 #include "treemla/case_file.hpp"
@@ -350,60 +352,81 @@ class Planner {
       : verifier_(make_options(backend, num_threads, batch_invariant, split_keys, 0)) {}
 
   void plan(const nb::tuple& a, uintptr_t stream) {
-    planned_ = false;
+    bound_.reset();
     arguments_ = arguments(a);
-    bound_ = BoundProblem(arguments_, stream);
-    verifier_.set_stream(reinterpret_cast<void*>(stream));
-    run_unlocked(bound_.problem().memory, [&] { verifier_.plan(bound_.problem()); });
-    planned_ = true;
+    const auto bound = std::make_shared<const BoundProblem>(arguments_, stream);
+    run_alone(*bound, stream, [&] { verifier_.plan(bound->problem()); });
+    bound_ = bound;
   }
 
   // From the arrays of the plan, whose contents have changed.
   void update(uintptr_t stream) {
-    need_plan("update");
+    auto bound = planned("update");
     // What is checked or converted here on the host depends on contents.
-    if (bound_.problem().memory == Memory::kHost) bound_ = BoundProblem(arguments_, stream);
-    verifier_.set_stream(reinterpret_cast<void*>(stream));
-    run_unlocked(bound_.problem().memory, [&] { verifier_.update(bound_.problem()); });
+    if (bound->problem().memory == Memory::kHost)
+      bound = std::make_shared<const BoundProblem>(arguments_, stream);
+    run_alone(*bound, stream, [&] { verifier_.update(bound->problem()); });
+    bound_ = bound;
   }
 
   void run(nb::handle q, nb::handle kv, nb::handle out, nb::handle lse, uintptr_t stream) {
-    need_plan("run");
+    const auto bound = planned("run");
     std::vector<Array> keep;
     keep.reserve(4);
-    const VerifyProblem p = bound_.layer(q, kv, stream, keep);
-    if (p.q.total_q != bound_.problem().q.total_q)
+    const VerifyProblem p = bound->layer(q, kv, stream, keep);
+    if (p.q.total_q != bound->problem().q.total_q)
       fail("q", "q has " + std::to_string(p.q.total_q) + " nodes: must be " +
-                    std::to_string(bound_.problem().q.total_q) + ", as planned");
-    const VerifyOutput o = bind_output(p, bound_.device_id(), out, lse, stream, keep);
-    verifier_.set_stream(reinterpret_cast<void*>(stream));
-    run_unlocked(p.memory, [&] { verifier_.run(p, o); });
+                    std::to_string(bound->problem().q.total_q) + ", as planned");
+    const VerifyOutput o = bind_output(p, bound->device_id(), out, lse, stream, keep);
+    run_alone(*bound, stream, [&] { verifier_.run(p, o); });
   }
 
   void check(uintptr_t stream) {
-    need_plan("check");
+    const auto bound = planned("check");
     verifier_.set_stream(reinterpret_cast<void*>(stream));
     nb::gil_scoped_release unlocked;
     verifier_.check_device();
   }
 
-  std::string backend() const { return verifier_.backend(); }
-  std::string describe() const { return verifier_.describe(); }
-  std::size_t workspace_bytes() const { return verifier_.workspace_bytes(); }
+  std::string backend() const {
+    const std::lock_guard lock(mutex_);
+    return verifier_.backend();
+  }
+  std::string describe() const {
+    const std::lock_guard lock(mutex_);
+    return verifier_.describe();
+  }
+  std::size_t workspace_bytes() const {
+    const std::lock_guard lock(mutex_);
+    return verifier_.workspace_bytes();
+  }
   nb::tuple out_shape() const {  // total_q, h_q, d_v
-    const VerifyProblem& p = bound_.problem();
+    const VerifyProblem& p = planned("out_shape")->problem();
     return nb::make_tuple(p.q.total_q, p.shape.h_q, p.shape.d_v);
   }
 
  private:
-  void need_plan(const char* call) const {
-    if (!planned_) fail("plan", std::string(call) + "() needs a plan: call plan() first");
+  using Bound = std::shared_ptr<const BoundProblem>;  // held by calls too: another thread may plan meanwhile
+
+  Bound planned(const char* call) const {
+    if (!bound_) fail("plan", std::string(call) + "() needs a plan: call plan() first");
+    return bound_;
   }
 
+  // A Verifier serves one thread at a time; on the host, where the interpreter's lock is released, this lock sees to that.
+  template <class F>
+  void run_alone(const BoundProblem& bound, uintptr_t stream, F&& f) {
+    run_unlocked(bound.problem().memory, [&] {
+      const std::lock_guard lock(mutex_);
+      verifier_.set_stream(reinterpret_cast<void*>(stream));
+      f();
+    });
+  }
+
+  mutable std::mutex mutex_;
   Verifier verifier_;
   ProblemArguments arguments_;
-  BoundProblem bound_;
-  bool planned_ = false;
+  Bound bound_;  // null without a plan
 };
 
 void verify_arrays(const nb::tuple& a, nb::handle out, nb::handle lse, const std::string& backend,

@@ -147,14 +147,25 @@ def stream_handle(like: Any, stream: Any = None) -> int:
     return index("stream", stream)
 
 
-def device_guard(like: Any) -> Any:
-    """A context in which the device of `like` is the current one: the library works on that."""
+def device_guard(like: Any, stream: Any = None) -> Any:
+    """A context in which the device of `like` is the current one, on which the library works; and a stream that is given, so that
+    what is made meanwhile is not reused before that stream is done with it."""
     if is_torch(like):
         if like.is_cuda:
             cuda = sys.modules["torch"].cuda
+            if stream is not None:
+                handle = stream_handle(like, stream)
+                return cuda.stream(cuda.ExternalStream(handle, like.device) if handle else cuda.default_stream(like.device))
             if like.get_device() != cuda.current_device():
                 return cuda.device(like.get_device())
     elif library(like) == "cupy":
+        if stream is not None:
+            import cupy
+
+            guard = contextlib.ExitStack()
+            guard.enter_context(like.device)
+            guard.enter_context(cupy.cuda.ExternalStream(stream_handle(like, stream)))
+            return guard
         return like.device
     return _NO_GUARD
 

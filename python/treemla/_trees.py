@@ -64,7 +64,7 @@ def _build(
     if not 1 <= budget <= 1024:
         raise invalid("budget", f"budget = {budget}: must be from 1 to 1024")
     q_len = budget + 1
-    with _arrays.device_guard(like):
+    with _arrays.device_guard(like, stream):
         handle = _arrays.stream_handle(like, stream)
         make = {
             "token_ids": (b, q_len),
@@ -195,7 +195,7 @@ def expand_beam(
     if top_k > 64:
         raise invalid("top_k", f"top_k = {top_k}: must be from 1 to 64")
     inputs = _given(scores=scores, row_log_probs=row_log_probs)
-    with _arrays.device_guard(scores):
+    with _arrays.device_guard(scores, stream):
         handle = _arrays.stream_handle(scores, stream)
         tokens = _arrays.empty(scores, (b, rows, top_k), "int32")
         log_probs = _arrays.empty(scores, (b, rows, top_k), "float32")
@@ -279,7 +279,7 @@ def accept_path(
         coins=coins,
         final_coins=final_coins,
     )
-    with _arrays.device_guard(token_ids):
+    with _arrays.device_guard(token_ids, stream):
         handle = _arrays.stream_handle(token_ids, stream)
         outputs = {
             "accept_index": _arrays.empty(token_ids, (b, width), "int32"),
@@ -348,7 +348,7 @@ def compact_cache(
     for name in ("kv_len", "accept_index", "num_accepted"):
         if name not in inputs:
             raise invalid(name, f"{name} is None: must be an array")
-    with _arrays.device_guard(q_indptr):
+    with _arrays.device_guard(q_indptr, stream):
         handle = _arrays.stream_handle(q_indptr, stream)
         made = {
             "out_kv_len": _arrays.empty(q_indptr, (b,), "int32"),

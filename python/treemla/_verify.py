@@ -195,7 +195,7 @@ def verify(
     )
     options = _options(backend, num_threads, batch_invariant, split_keys)
     shape = _out_shape(q, d_v)
-    with _arrays.device_guard(q):
+    with _arrays.device_guard(q, stream):
         made_out = made_lse = None
         if shape is not None:
             if out is None:
@@ -300,7 +300,7 @@ class Planner:
             max_kv_len=max_kv_len,
         )
         dtype = _arrays.default_dtype(q) if out_dtype is None else _arrays.check_dtype("out_dtype", out_dtype)
-        with _arrays.device_guard(q):
+        with _arrays.device_guard(q, stream):
             self._core.plan(problem, _arrays.stream_handle(q, stream))
         self._shape, self._dtype, self._problem = self._core.out_shape, dtype, problem
         return self
@@ -308,7 +308,7 @@ class Planner:
     def update(self, *, stream: Any = None) -> Planner:
         """Plans again, from the arrays of plan(), whose contents have changed. On a GPU: enqueued, may be captured."""
         q = self._problem[0] if self._problem else None
-        with _arrays.device_guard(q):
+        with _arrays.device_guard(q, stream):
             self._core.update(_arrays.stream_handle(q, stream))
         return self
 
@@ -330,7 +330,7 @@ class Planner:
 
             return torch_ops.compiled_run(self.number, self._shape[2], self._dtype, q, kv, out, lse)
         made_out = made_lse = None
-        with _arrays.device_guard(q):
+        with _arrays.device_guard(q, stream):
             if out is None:
                 out = made_out = _arrays.empty(q, self._shape, self._dtype)
             if lse is None:
@@ -352,7 +352,7 @@ class Planner:
         Such requests came out inert, or wrong; nothing was read or written out of bounds.
         """
         q = self._problem[0] if self._problem else None
-        with _arrays.device_guard(q):
+        with _arrays.device_guard(q, stream):
             self._core.check(_arrays.stream_handle(q, stream))
 
     @property

@@ -53,6 +53,16 @@ def test_only_rows_in_use_are_written(make_case, tmp_path):
     assert recorder.paths[0].stat().st_size < case.q.nbytes + rows * 96 * 4 + 4096
 
 
+def test_the_layouts_of_a_pool_give_one_file(make_case, tmp_path):
+    case = make_case(d_v=64, d_rope=32, page_size=4)
+    flat = case.kv.reshape(-1, 96)
+    with treemla.record(tmp_path) as recorder:
+        treemla.verify(case.q, case.kv, **case.keywords)
+        for kv in (flat, flat[:, None], case.kv[:, :, None]):
+            treemla.verify(case.q, kv, page_size=4, **case.keywords)
+    assert len(recorder.paths) == 4 and len({path.read_bytes() for path in recorder.paths}) == 1
+
+
 def test_the_mask_may_be_bits_or_dense(make_case, tmp_path, treemla_command):
     case = make_case(d_v=64, d_rope=32, lengths=((20, 40), (3, 40)))
     dense = np.stack([case.sees(0), case.sees(1)])

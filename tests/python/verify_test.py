@@ -144,3 +144,17 @@ def test_why_unsupported(make_case):
     assert treemla.why_unsupported("cpu_oracle", case.q, case.kv, **case.keywords) == ""
     with pytest.raises(treemla.InvalidArgument, match="backend"):
         treemla.why_unsupported("no such", case.q, case.kv, **case.keywords)
+
+
+def test_threads_share_a_planner(make_case):
+    """Calls of several threads at once come out as if they had waited for each other."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    case = make_case(d_v=128, d_rope=64, lengths=((400, 9), (200, 17)))
+    planner = treemla.Planner().plan(case.q, case.kv, **case.keywords)
+    queries = [case.q * scale for scale in (1, 2, 3, 4)]
+    want = [planner.run(q, case.kv).out for q in queries]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            got = list(pool.map(lambda q: planner.update().run(q, case.kv).out, queries))
+            assert all(np.array_equal(a, b) for a, b in zip(got, want))
