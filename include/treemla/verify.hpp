@@ -69,6 +69,10 @@ class Verifier {
   // options.stream, allocates nothing, may be captured.
   void update(const VerifyProblem& problem);
 
+  // Later calls enqueue on this stream in place of options.stream: the one that is being captured, say. Order between the
+  // streams is the caller's to keep.
+  void set_stream(void* stream);
+
   // Device problems: waits for the stream and throws Error(kInvalidArgument) if the last plan() or update(), or a run() since,
   // met lengths, page entries or parents that are out of range. Such requests came out inert, or wrong; nothing was read or
   // written out of bounds.

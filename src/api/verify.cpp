@@ -156,6 +156,8 @@ void Verifier::update(const VerifyProblem& problem) {
   impl_->backend->prepare(*impl_->plan, problem, impl_->workspace.get(), impl_->options);
 }
 
+void Verifier::set_stream(void* stream) { impl_->options.stream = stream; }
+
 void Verifier::check_device() const {
   if (impl_->planned) impl_->backend->check_prepared(*impl_->plan, impl_->workspace.get(), impl_->options);
 }
