@@ -14,6 +14,10 @@
 //   T 147 KB and a group's Q^T 147 KB and O 128 KB stream from L2; what the micro-kernel reuses stays in L1:
 //   a 96-deep slice of Q^T (24 KB) in the first product, a 64-wide panel of T (16 KB) in the second.
 //
+// Where bf16 dot products are the faster instruction, and q and the cache are bf16, both products go to bf16_dot.cpp:
+// T is not made, S^T comes from the cached rows themselves, V is the tile's rows two keys a word, and P^T is rounded
+// to bf16. Mask, softmax and output are the same.
+//
 // A row's arithmetic does not depend on its neighbours, on MR or on NV: every accumulator is one chain of
 // FMAs over k, restarted every kDepth terms. So any tiling of rows gives equal bits.
 
@@ -28,10 +32,12 @@
 // clang-format on
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
 
+#include "backend/cpu/bf16_dot.hpp"
 #include "backend/cpu/simd_kernel.hpp"
 #include "core/host_device.hpp"
 #include "core/kv_row.hpp"
@@ -238,7 +244,14 @@ struct Worker {
   int odd[kSimdKeys];  // keys of the tile that hold NaN or infinity and that only some rows see
   int num_odd = 0;
 
-  Worker(const SimdItem& it, const SimdScratch& lay, float* s)
+  // With dot products, in the place of the tile (but for its last two rows, used as float32 rows):
+  bool dot;
+  uint32_t* values;                 // [d_v / 64, kSimdKeys / 2, 64] words
+  uint32_t* weights;                // [kSimdKeys / 2, kSimdRows] words
+  uint16_t* zeros;                  // [d_qk] a key that adds nothing
+  const uint16_t* keys[kSimdKeys];  // the tile's cached rows
+
+  Worker(const SimdItem& it, const SimdScratch& lay, float* s, bool use_dot)
       : item(it),
         layout(lay),
         tile(s + lay.tile),
@@ -251,10 +264,22 @@ struct Worker {
         row(s + lay.row),
         rows(it.row_end - it.row_begin),
         d_v(it.shape.d_v),
-        d_qk(it.shape.d_qk()) {}
+        d_qk(it.shape.d_qk()),
+        dot(use_dot),
+        values(reinterpret_cast<uint32_t*>(tile)),
+        weights(reinterpret_cast<uint32_t*>(s + lay.weights)),
+        zeros(reinterpret_cast<uint16_t*>(s + lay.zeros)) {}
 
   int group_rows(int g) const { return std::min(kSimdRows, rows - g * kSimdRows); }
   float* group_q(int g) { return q + static_cast<int64_t>(g) * kSimdRows * d_qk; }
+  uint32_t* dot_q(int g) { return reinterpret_cast<uint32_t*>(group_q(g)); }
+  float* spare_row() { return tile + kSimdKeys * layout.tile_ld; }
+  const void* query(int local_row) const {
+    const int packed = item.row_begin + local_row, node = packed / item.shape.h_q,
+              head = packed % item.shape.h_q;
+    const int64_t offset = node * item.q_token_stride + head * item.q_head_stride;
+    return static_cast<const char*>(item.q) + offset * static_cast<int64_t>(dtype_bytes(item.q_dtype));
+  }
   const uint32_t* mask_row(int local_row) const {
     return item.bits + static_cast<int64_t>((item.row_begin + local_row) / item.shape.h_q) * item.words;
   }
@@ -274,11 +299,7 @@ struct Worker {
           std::memset(to, 0, sizeof(float) * layout.tile_ld);
           continue;
         }
-        const int packed = item.row_begin + r + i, node = packed / item.shape.h_q,
-                  head = packed % item.shape.h_q;
-        const int64_t offset = node * item.q_token_stride + head * item.q_head_stride;
-        widen_row(static_cast<const char*>(item.q) + offset * static_cast<int64_t>(dtype_bytes(item.q_dtype)),
-                  item.q_dtype, d_qk, to);
+        widen_row(query(r + i), item.q_dtype, d_qk, to);
       }
       float* to = group_q(r / kSimdRows) + (r % kSimdRows) / kPanel * d_qk * kPanel + r % kPanel;
       int k = 0;
@@ -301,10 +322,22 @@ struct Worker {
     }
   }
 
+  void load_dot_q() {
+    for (int r = 0; r < rows; r += kSimdRows) {
+      const uint16_t* from[kSimdRows];
+      const int n = std::min(kSimdRows, rows - r);
+      for (int i = 0; i < n; ++i) from[i] = static_cast<const uint16_t*>(query(r + i));
+      bf16_dot_pack_q(from, n, d_qk, dot_q(r / kSimdRows));
+    }
+  }
+
+  const void* cached_row(int key) const {
+    return static_cast<const char*>(item.kv) +
+           item.pool_rows[key] * item.kv_row_stride * static_cast<int64_t>(dtype_bytes(item.kv_dtype));
+  }
+
   HWY_INLINE void load_key(int key, float* to) {
-    const int64_t at =
-        item.pool_rows[key] * item.kv_row_stride * static_cast<int64_t>(dtype_bytes(item.kv_dtype));
-    const void* from = static_cast<const char*>(item.kv) + at;
+    const void* from = cached_row(key);
     if (item.kv_dtype == DType::kF8E4M3Packed)
       widen_packed_row(from, item.shape, to);
     else
@@ -333,8 +366,24 @@ struct Worker {
     }
   }
 
+  // The same for dot products: a key taken out is a row of zeros, and so is the second of a last odd pair.
+  void load_dot_tile(int key, int n) {
+    num_odd = 0;
+    for (int j = 0; j < n; ++j) {
+      keys[j] = static_cast<const uint16_t*>(cached_row(key + j));
+      if (key + j < item.prefix_len) continue;
+      load_key(key + j, spare_row());
+      if (finite(spare_row())) continue;
+      keys[j] = zeros;
+      odd[num_odd++] = j;
+    }
+    if (n % 2 != 0) keys[n] = zeros;
+    bf16_dot_pack_v(keys, round_up(n, 2), d_v, values);
+  }
+
   // The first n keys of the tile.
   HWY_INLINE void score(int g, int n_keys) {
+    if (dot) return bf16_dot_score(keys, n_keys, dot_q(g), group_rows(g), d_qk, scores);
     const float* qt = group_q(g);
     const int vecs = ceil_div(group_rows(g), kLanes);
     for (int k = 0; k < d_qk; k += kDepth) {
@@ -396,6 +445,11 @@ struct Worker {
   HWY_INLINE void accumulate(int g, int n_keys, bool first) {
     float* o = acc + static_cast<int64_t>(g) * kSimdRows * layout.out_ld;
     const int vecs = ceil_div(d_v, kLanes), m = group_rows(g);
+    if (dot) {
+      const int n = round_up(n_keys, 2);
+      bf16_dot_pack_p(scores, n, m, weights);
+      return bf16_dot_accumulate(weights, values, n, m, d_v, first ? nullptr : alpha, o, layout.out_ld);
+    }
     for (int v = 0; v < vecs; v += kVecs) {
       const int n = std::min(kVecs, vecs - v);
       const float* panel = tile + v * kLanes;
@@ -409,14 +463,15 @@ struct Worker {
 
   // One key with NaN or infinity in it, for the rows that do see it. Rare, so plain code.
   void add_odd_key(int key) {
-    float* kv = tile + kSimdKeys * layout.tile_ld;
+    float* kv = spare_row();
     load_key(key, kv);
     for (int r = 0; r < rows; ++r) {
       if (!sees(r, key)) continue;
-      const float* qr = group_q(r / kSimdRows) + (r % kSimdRows) / kPanel * d_qk * kPanel + r % kPanel;
-      double dot = 0;
-      for (int k = 0; k < d_qk; ++k) dot += static_cast<double>(qr[k * kPanel]) * kv[k];
-      const float s = static_cast<float>(dot * item.score_scale);
+      const void* q_row = query(r);
+      double product = 0;
+      for (int k = 0; k < d_qk; ++k)
+        product += static_cast<double>(load_element(q_row, item.q_dtype, k)) * kv[k];
+      const float s = static_cast<float>(product * item.score_scale);
       if (s == -std::numeric_limits<float>::infinity() && max[r] == s)
         continue;  // still no key with a weight
       const float m = std::max(max[r], s);
@@ -446,14 +501,22 @@ struct Worker {
   }
 
   void attend() {
-    load_q();
+    if (dot) {
+      load_dot_q();
+      std::fill_n(zeros, d_qk, uint16_t{0});
+    } else {
+      load_q();
+    }
     // The micro-kernel reads whole vectors: columns past d_qk must be numbers.
     std::memset(tile, 0, sizeof(float) * (kSimdKeys + 1) * layout.tile_ld);
     const int groups = ceil_div(rows, kSimdRows);
     for (int key = item.key_begin; key < item.key_end; key += kSimdKeys) {
       const int n = std::min(kSimdKeys, item.key_end - key);
       const bool first = key == item.key_begin;
-      load_tile(key, n);
+      if (dot)
+        load_dot_tile(key, n);
+      else
+        load_tile(key, n);
       for (int g = 0; g < groups; ++g) {
         score(g, n);
         if (n < kSimdKeys || key + n > item.prefix_len) mask(g, key, n);
@@ -466,8 +529,8 @@ struct Worker {
   }
 };
 
-void attend(const SimdItem& item, const SimdScratch& layout, float* scratch) {
-  Worker(item, layout, scratch).attend();
+void attend(const SimdItem& item, const SimdScratch& layout, float* scratch, bool dot) {
+  Worker(item, layout, scratch, dot).attend();
 }
 
 void combine(const float* parts, const float* part_lse, const int* slots, int count, int rows_per_slot,
@@ -507,6 +570,15 @@ namespace treemla {
 namespace {
 HWY_EXPORT(attend);
 HWY_EXPORT(combine);
+
+// Whether dot products are used where they can be.
+enum class DotChoice { kPreferred, kNever, kAlways };
+std::atomic<DotChoice> g_dot_choice{DotChoice::kPreferred};
+
+bool dot_in_use() {
+  const DotChoice choice = g_dot_choice;
+  return choice == DotChoice::kPreferred ? bf16_dot_preferred() : choice == DotChoice::kAlways;
+}
 }  // namespace
 
 SimdScratch::SimdScratch(const MlaShape& shape, int rows_per_tile) {
@@ -529,10 +601,13 @@ SimdScratch::SimdScratch(const MlaShape& shape, int rows_per_tile) {
   sum = take(padded);
   alpha = take(kSimdRows);
   row = take(out_ld);
+  weights = take(kSimdRows * kSimdKeys / 2);
+  zeros = take(shape.d_qk());
 }
 
 void simd_attend(const SimdItem& item, const SimdScratch& layout, float* scratch) {
-  HWY_DYNAMIC_DISPATCH(attend)(item, layout, scratch);
+  HWY_DYNAMIC_DISPATCH(attend)
+  (item, layout, scratch, simd_uses_dot(item.shape, item.q_dtype, item.kv_dtype));
 }
 
 void simd_combine(const float* parts, const float* part_lse, const int* slots, int count, int rows_per_slot,
@@ -541,22 +616,41 @@ void simd_combine(const float* parts, const float* part_lse, const int* slots, i
   (parts, part_lse, slots, count, rows_per_slot, rows, d_v, out, out_dtype, lse, scratch);
 }
 
+bool simd_uses_dot(const MlaShape& shape, DType q_dtype, DType kv_dtype) {
+  return q_dtype == DType::kBF16 && kv_dtype == DType::kBF16 && shape.d_qk() % 32 == 0 &&
+         shape.d_v % 32 == 0 && dot_in_use();
+}
+
+std::string simd_target(const MlaShape& shape, DType q_dtype, DType kv_dtype) {
+  if (simd_uses_dot(shape, q_dtype, kv_dtype)) return kBf16DotTarget;
+  for (const std::string& name : simd_targets())
+    if (name != kBf16DotTarget) return name;
+  return "none";
+}
+
 std::vector<std::string> simd_targets() {
+  if (g_dot_choice == DotChoice::kAlways) return {kBf16DotTarget};
   std::vector<std::string> names;
   for (int64_t target : hwy::SupportedAndGeneratedTargets()) names.emplace_back(hwy::TargetName(target));
+  if (g_dot_choice == DotChoice::kPreferred && bf16_dot_available())
+    names.insert(names.begin() + (bf16_dot_preferred() || names.empty() ? 0 : 1), kBf16DotTarget);
   return names;
 }
 
 bool simd_force_target(const std::string& name) {
+  const bool dot = name == kBf16DotTarget;
+  if (dot && !bf16_dot_available()) return false;
   hwy::SetSupportedTargetsForTest(0);
   int64_t wanted = hwy::SupportedTargets();
-  if (!name.empty()) {
+  g_dot_choice = DotChoice::kPreferred;
+  if (!name.empty() && !dot) {
     wanted = 0;
     for (int64_t target : hwy::SupportedAndGeneratedTargets())
       if (hwy::TargetName(target) == name) wanted = target;
     if (wanted == 0) return false;
     hwy::SetSupportedTargetsForTest(wanted);
   }
+  if (!name.empty()) g_dot_choice = dot ? DotChoice::kAlways : DotChoice::kNever;
   hwy::GetChosenTarget().Update(wanted);
   return true;
 }
