@@ -10,8 +10,11 @@
 // panel (8 KB) and of P a group's words (8 KB). A tile's V (64 KB), a group's Q^T (74 KB) and O (128 KB) stream
 // from L2.
 //
+// Of a few rows the first product has columns along the vectors instead: no lane is empty, and 16 chains end in one
+// tree of 45 instructions.
+//
 // Every accumulator is one chain over k, restarted every kDepth words: a row's bits depend neither on its
-// neighbours nor on MR and NV. The instruction rounds each product and sum to nearest and takes subnormals as 0.
+// neighbours nor on MR and NV, few rows apart. The instruction rounds each product and sum to nearest and takes subnormals as 0.
 
 #include "backend/cpu/bf16_dot.hpp"
 
@@ -240,6 +243,61 @@ void score(const uint16_t* const* keys, int num_keys, const uint32_t* q, int num
   }
 }
 
+// Lane 4 * g + i of the result: the sum of the lanes of acc[g][i].
+HWY_INLINE __m512 sums_of_lanes(const __m512 (&acc)[4][4]) {
+  __m512 four[4];  // four[g]: partial sums of acc[g][0..3] in every 128 bits
+  HWY_UNROLL(16)
+  for (int g = 0; g < 4; ++g) {
+    const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(acc[g][0], acc[g][1]),
+                                   _mm512_unpackhi_ps(acc[g][0], acc[g][1])),
+                 b = _mm512_add_ps(_mm512_unpacklo_ps(acc[g][2], acc[g][3]),
+                                   _mm512_unpackhi_ps(acc[g][2], acc[g][3]));
+    const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
+    four[g] =
+        _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+  }
+  const __m512 a = _mm512_add_ps(_mm512_shuffle_f32x4(four[0], four[1], 0x88),
+                                 _mm512_shuffle_f32x4(four[0], four[1], 0xDD)),
+               b = _mm512_add_ps(_mm512_shuffle_f32x4(four[2], four[3], 0x88),
+                                 _mm512_shuffle_f32x4(four[2], four[3], 0xDD));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+}
+
+void score_few(const uint16_t* const* keys, int num_keys, const uint16_t* const* rows, int num_rows, int d_qk,
+               float* scores) {
+  for (int j = 0; j < num_keys; j += 4) {  // four keys meet all rows while they are in L1
+    const uint16_t* key[4];                // the last one again past the end
+    for (int i = 0; i < 4; ++i) key[i] = keys[std::min(j + i, num_keys - 1)];
+    for (int r = 0; r < num_rows; r += 4) {
+      const uint16_t* q[4];
+      for (int i = 0; i < 4; ++i) q[i] = rows[std::min(r + i, num_rows - 1)];
+      __m512 acc[4][4];
+      HWY_UNROLL(16)
+      for (int i = 0; i < 4; ++i) {
+        HWY_UNROLL(16)
+        for (int v = 0; v < 4; ++v) acc[i][v] = _mm512_setzero_ps();
+      }
+      for (int k = 0; k < d_qk; k += 2 * kLanes) {
+        __m512i qv[4];
+        HWY_UNROLL(16)
+        for (int v = 0; v < 4; ++v) qv[v] = _mm512_loadu_si512(q[v] + k);
+        HWY_UNROLL(16)
+        for (int i = 0; i < 4; ++i) {
+          const __m512i kv = _mm512_loadu_si512(key[i] + k);
+          HWY_UNROLL(16)
+          for (int v = 0; v < 4; ++v) acc[i][v] = _mm512_dpbf16_ps(acc[i][v], (__m512bh)kv, (__m512bh)qv[v]);
+        }
+      }
+      const __m512 sums = sums_of_lanes(acc);
+      float* to = scores + j * kSimdRows + r;
+      _mm_storeu_ps(to, _mm512_castps512_ps128(sums));
+      _mm_storeu_ps(to + kSimdRows, _mm512_extractf32x4_ps(sums, 1));
+      _mm_storeu_ps(to + 2 * kSimdRows, _mm512_extractf32x4_ps(sums, 2));
+      _mm_storeu_ps(to + 3 * kSimdRows, _mm512_extractf32x4_ps(sums, 3));
+    }
+  }
+}
+
 void pack_p(const float* weights, int num_keys, int num_rows, uint32_t* to) {
   const __m512i pairs = interleave_index(0, 16);
   for (int j = 0; j < num_keys / 2; ++j) {
@@ -301,6 +359,10 @@ void bf16_dot_score(const uint16_t* const* keys, int num_keys, const uint32_t* q
                     float* scores) {
   score(keys, num_keys, q, num_rows, d_qk, scores);
 }
+void bf16_dot_score_few(const uint16_t* const* keys, int num_keys, const uint16_t* const* rows, int num_rows,
+                        int d_qk, float* scores) {
+  score_few(keys, num_keys, rows, num_rows, d_qk, scores);
+}
 void bf16_dot_pack_p(const float* weights, int num_keys, int num_rows, uint32_t* to) {
   pack_p(weights, num_keys, num_rows, to);
 }
@@ -316,6 +378,7 @@ bool bf16_dot_preferred() { return false; }
 void bf16_dot_pack_q(const uint16_t* const*, int, int, uint32_t*) {}
 void bf16_dot_pack_v(const uint16_t* const*, int, int, uint32_t*) {}
 void bf16_dot_score(const uint16_t* const*, int, const uint32_t*, int, int, float*) {}
+void bf16_dot_score_few(const uint16_t* const*, int, const uint16_t* const*, int, int, float*) {}
 void bf16_dot_pack_p(const float*, int, int, uint32_t*) {}
 void bf16_dot_accumulate(const uint32_t*, const uint32_t*, int, int, int, const float*, float*, int64_t) {}
 

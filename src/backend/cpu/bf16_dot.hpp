@@ -27,6 +27,11 @@ void bf16_dot_pack_v(const uint16_t* const* keys, int num_keys, int d_v, uint32_
 void bf16_dot_score(const uint16_t* const* keys, int num_keys, const uint32_t* q, int num_rows, int d_qk,
                     float* scores);
 
+// The same for a few rows, rows[r]: [d_qk]: columns along the vectors, so that no lane is empty, in another order of sums.
+// Writes scores up to num_keys and num_rows rounded up to 4.
+void bf16_dot_score_few(const uint16_t* const* keys, int num_keys, const uint16_t* const* rows, int num_rows,
+                        int d_qk, float* scores);
+
 // weights [kSimdKeys, kSimdRows], float32 -> words [kSimdKeys / 2][kSimdRows], rounded to bf16, two keys a word.
 void bf16_dot_pack_p(const float* weights, int num_keys, int num_rows, uint32_t* to);
 

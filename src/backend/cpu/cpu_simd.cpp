@@ -144,6 +144,7 @@ class CpuSimd : public Backend {
     item.key_end = w.key_end;
     item.prefix_len = host.kv_len[w.request] - host.q_len[w.request];
     item.score_scale = static_cast<float>(p.sm_scale * p.kv.scale);
+    item.fixed_order = plan.split.params.fixed_tiles > 0;
     item.value_scale = static_cast<float>(p.kv.scale);
     if (w.partial >= 0) {
       const std::size_t row = static_cast<std::size_t>(w.partial) * plan.split.params.tile.rows_per_tile;

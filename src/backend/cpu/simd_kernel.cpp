@@ -18,7 +18,10 @@
 // T is not made, S^T comes from the cached rows themselves, V is the tile's rows two keys a word, and P^T is rounded
 // to bf16. Mask, softmax and output are the same.
 //
-// A row's arithmetic does not depend on its neighbours, on MR or on NV: every accumulator is one chain of
+// A group of at most 8 rows would leave half of every vector of S^T empty. Its scores are dot products with the columns
+// along the vectors instead, and their lanes are summed at the end.
+//
+// Otherwise a row's arithmetic does not depend on its neighbours, on MR or on NV: every accumulator is one chain of
 // FMAs over k, restarted every kDepth terms. So any tiling of rows gives equal bits.
 
 #undef HWY_TARGET_INCLUDE
@@ -55,7 +58,8 @@ constexpr int kLanes = HWY_LANES(float);
 constexpr bool kManyRegisters = (HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3) || HWY_ARCH_ARM_A64;
 constexpr int kVecs = kManyRegisters || kLanes == 1 ? 4 : 2, kAccs = kManyRegisters ? 24 : 12;
 constexpr int kPanel = kVecs * kLanes;  // rows (or columns) that one micro-kernel call spans
-constexpr int kDepth = 96;              // terms of a chain of FMAs in the first product
+constexpr int kFewRows = 8, kFewKeys = kManyRegisters ? 4 : 2;
+constexpr int kDepth = 96;                                  // terms of a chain of FMAs in the first product
 static_assert(kSimdRows % kPanel == 0 && kPanel % 4 == 0);  // load_q() moves four rows of a panel at a time
 static_assert(kPackedGroup % kLanes == 0);
 
@@ -197,7 +201,8 @@ HWY_INLINE void product_block(const float* a, int64_t a_row, int64_t a_k, const 
 template <int NV, bool kFresh>
 HWY_NOINLINE void product_rows(int m, const float* a, int64_t a_row, int64_t a_k, const float* b, int64_t ldb,
                                int depth, float* c, int64_t ldc, const float* alpha) {
-  constexpr int kBlock = kAccs / NV;
+  // More than 8 rows of `a` would need more pointers than there are registers.
+  constexpr int kBlock = std::min(8, kAccs / NV);
   int i = 0;
   auto block = [&](auto size) HWY_ATTR {
     constexpr int MR = decltype(size)::value;
@@ -206,7 +211,6 @@ HWY_NOINLINE void product_rows(int m, const float* a, int64_t a_row, int64_t a_k
                                     alpha ? alpha + i : nullptr);
   };
   block(std::integral_constant<int, kBlock>{});
-  if constexpr (kBlock > 12) block(std::integral_constant<int, 12>{});
   if constexpr (kBlock > 6) block(std::integral_constant<int, 6>{});
   if constexpr (kBlock > 4) block(std::integral_constant<int, 4>{});
   if constexpr (kBlock > 2) block(std::integral_constant<int, 2>{});
@@ -271,6 +275,7 @@ struct Worker {
         zeros(reinterpret_cast<uint16_t*>(s + lay.zeros)) {}
 
   int group_rows(int g) const { return std::min(kSimdRows, rows - g * kSimdRows); }
+  bool few(int g) const { return group_rows(g) <= kFewRows && !item.fixed_order && d_qk % kLanes == 0; }
   float* group_q(int g) { return q + static_cast<int64_t>(g) * kSimdRows * d_qk; }
   uint32_t* dot_q(int g) { return reinterpret_cast<uint32_t*>(group_q(g)); }
   float* spare_row() { return tile + kSimdKeys * layout.tile_ld; }
@@ -288,11 +293,21 @@ struct Worker {
     return j < 0 || ((mask_row(local_row)[j >> 5] >> (j & 31)) & 1);
   }
 
+  // Few rows lie one after another: element (row, k) at [row][k].
+  HWY_INLINE void load_few_q(int g) {
+    for (int r = 0; r < group_rows(g); ++r)
+      widen_row(query(g * kSimdRows + r), item.q_dtype, d_qk, group_q(g) + r * d_qk);
+  }
+
   // Q^T in panels: element (row, k) of a group at [row / kPanel][k][row % kPanel]. Four rows at a time
   // through 4x4 transposes; rows past the end are zero.
   HWY_INLINE void load_q() {
     float* wide = tile;  // the tile is not in use yet: four widened rows
     for (int r = 0; r < round_up(rows, kSimdRows); r += 4) {
+      if (few(r / kSimdRows)) {
+        load_few_q(r / kSimdRows);
+        break;  // only the last group can be that small
+      }
       for (int i = 0; i < 4; ++i) {
         float* to = wide + i * layout.tile_ld;
         if (r + i >= rows) {
@@ -325,7 +340,8 @@ struct Worker {
   void load_dot_q() {
     for (int r = 0; r < rows; r += kSimdRows) {
       const uint16_t* from[kSimdRows];
-      const int n = std::min(kSimdRows, rows - r);
+      const int n = group_rows(r / kSimdRows);
+      if (few(r / kSimdRows)) break;  // read where they lie
       for (int i = 0; i < n; ++i) from[i] = static_cast<const uint16_t*>(query(r + i));
       bf16_dot_pack_q(from, n, d_qk, dot_q(r / kSimdRows));
     }
@@ -381,8 +397,55 @@ struct Worker {
     bf16_dot_pack_v(keys, round_up(n, 2), d_v, values);
   }
 
+  // Scores of few rows: kFewKeys keys times RR rows, their columns along the vectors.
+  template <int RR>
+  HWY_INLINE void score_few_rows(const float* HWY_RESTRICT qr, const float* HWY_RESTRICT key,
+                                 float* HWY_RESTRICT to) {
+    const D d;
+    V sum_of[kFewKeys][RR];
+    HWY_UNROLL(16)
+    for (int i = 0; i < kFewKeys; ++i) {
+      HWY_UNROLL(16)
+      for (int r = 0; r < RR; ++r) sum_of[i][r] = hn::Zero(d);
+    }
+    for (int k = 0; k < d_qk; k += kLanes) {
+      V qv[RR];
+      HWY_UNROLL(16)
+      for (int r = 0; r < RR; ++r) qv[r] = hn::Load(d, qr + r * d_qk + k);
+      HWY_UNROLL(16)
+      for (int i = 0; i < kFewKeys; ++i) {
+        const V kv = hn::Load(d, key + i * layout.tile_ld + k);
+        HWY_UNROLL(16)
+        for (int r = 0; r < RR; ++r) sum_of[i][r] = hn::MulAdd(kv, qv[r], sum_of[i][r]);
+      }
+    }
+    HWY_UNROLL(16)
+    for (int i = 0; i < kFewKeys; ++i) {
+      HWY_UNROLL(16)
+      for (int r = 0; r < RR; ++r) to[i * kSimdRows + r] = hn::GetLane(hn::SumOfLanes(d, sum_of[i][r]));
+    }
+  }
+
+  void score_few(int g, int n_keys) {
+    const int m = group_rows(g);
+    if (dot) {
+      const uint16_t* q_rows[kFewRows];
+      for (int r = 0; r < m; ++r) q_rows[r] = static_cast<const uint16_t*>(query(g * kSimdRows + r));
+      return bf16_dot_score_few(keys, n_keys, q_rows, m, d_qk, scores);
+    }
+    // Past n_keys lie rows of numbers, and scores that mask() hides. A block of keys meets all rows while it is in L1.
+    for (int j = 0; j < n_keys; j += kFewKeys) {
+      const float* key = tile + j * layout.tile_ld;
+      float* to = scores + j * kSimdRows;
+      int r = 0;
+      for (; r + 4 <= m; r += 4) score_few_rows<4>(group_q(g) + r * d_qk, key, to + r);
+      for (; r < m; ++r) score_few_rows<1>(group_q(g) + r * d_qk, key, to + r);
+    }
+  }
+
   // The first n keys of the tile.
   HWY_INLINE void score(int g, int n_keys) {
+    if (few(g)) return score_few(g, n_keys);
     if (dot) return bf16_dot_score(keys, n_keys, dot_q(g), group_rows(g), d_qk, scores);
     const float* qt = group_q(g);
     const int vecs = ceil_div(group_rows(g), kLanes);
@@ -507,6 +570,8 @@ struct Worker {
     } else {
       load_q();
     }
+    // The softmax takes whole vectors, of few rows too.
+    std::fill_n(scores, kSimdKeys * kSimdRows, 0.0f);
     // The micro-kernel reads whole vectors: columns past d_qk must be numbers.
     std::memset(tile, 0, sizeof(float) * (kSimdKeys + 1) * layout.tile_ld);
     const int groups = ceil_div(rows, kSimdRows);

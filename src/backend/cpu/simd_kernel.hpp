@@ -40,6 +40,8 @@ struct SimdItem {
   int prefix_len = 0;       // keys from here on are tree rows
   float score_scale = 1.0;  // sm_scale * kv_scale
   float value_scale = 1.0;  // kv_scale
+  // The bits of a row may not depend on how many rows come with it: no way of their own for few rows.
+  bool fixed_order = false;
   // Normalised result of the item: [rows, d_v] and [rows]; lse may be null.
   void* out = nullptr;
   DType out_dtype = DType::kF32;
