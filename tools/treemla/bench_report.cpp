@@ -117,6 +117,7 @@ Json json_context(const BenchContext& c) {
           {"command", c.command},
           {"devices", c.devices},
           {"threads", c.threads},
+          {"clock", c.clock},
           {"system", system_name()},
           {"compiler", compiler_name()},
           {"build", build_options()},
@@ -174,7 +175,8 @@ void BenchReport::begin(BenchContext context) {
   }
   text += "times        medians of run(), planned once; warm back to back, cold with the caches flushed";
   if (context_.any_on_cpu()) text += fmt::format(" by reading {}", bytes_text(context_.flush_bytes));
-  text += "\nrates        GB/s of cold_us, FLOP/s of warm_us\n\n";
+  text += "\nrates        GB/s of cold_us, FLOP/s of warm_us";
+  text += context_.clock == "cpu" ? "; clock: processor time of the thread\n\n" : "\n\n";
   table_ = make_table(context_.any_on_cpu() ? "GFLOP/s" : "TFLOP/s");
   print(text + table_->header());
   if (csv_.is_open()) csv_ << kCsvHeader << std::flush;
