@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "plan/split.hpp"
+#include "treemla/dtype.hpp"
 
 namespace treemla {
 
@@ -148,6 +149,11 @@ inline const Fp32Tile* choose_fp32_tile(int d_v, int64_t requests, int64_t rows,
 
 // How cuda_mma finds the cache: in 16 bits, as e4m3 with one scale, or as packed rows with a scale every 128 latents.
 enum class MmaCache { k16Bit, kE4M3, kPacked };
+constexpr MmaCache mma_cache(DType kv_dtype) {
+  return kv_dtype == DType::kF8E4M3         ? MmaCache::kE4M3
+         : kv_dtype == DType::kF8E4M3Packed ? MmaCache::kPacked
+                                            : MmaCache::k16Bit;
+}
 
 // cuda_mma: row_tiles x 8 (node, head) rows against tiles of 16 keys, 8 warps in two groups. A row's bits don't depend on the tile.
 struct MmaTile {
@@ -158,23 +164,24 @@ struct MmaTile {
   MmaCache cache = MmaCache::k16Bit;
   int row_tiles = 0;  // of 8 rows; the first group has half of them, rounded up
   int stages = 3;     // of the ring of key tiles
-  int q_steps[2] =
-      {};  // of a group's queries, pieces of 16 columns that live in shared memory; the others are in registers
-  int blocks = 1;     // an SM, as far as registers go
-  int tile_cost = 0;  // measured: hundredths of a microsecond that a key tile takes on an SM of the H200
+  // Of a group's queries, pieces of 16 columns that live in shared memory; the others are in registers.
+  int q_steps[2] = {};
+  int blocks = 1;  // an SM, as far as registers go
+  // Hundredths of a microsecond that a key tile takes on an SM of the H200, as measured or between two that were.
+  int tile_cost = 0;
 
   constexpr int rows() const { return 8 * row_tiles; }
-  // 16 bytes past the row's own: 8 rows in a column then lie in different banks.
-  constexpr int key_stride() const { return 2 * (d_v + kRope) + 16; }
-  constexpr int stage_bytes() const { return kKeys * key_stride(); }
-  // FP8 rows are copied as they are, two tiles ahead, and widened into the ring.
-  static constexpr int kRawTiles = 2;
-  constexpr int raw_row_bytes() const {
-    if (cache == MmaCache::k16Bit) return 0;
-    return cache == MmaCache::kE4M3 ? d_v + kRope : d_v + 4 * (d_v / 128) + 2 * kRope;
+  // Bytes of a row of the ring, which is the pool's and what makes 8 rows in a column lie in different banks: an odd number of chunks of 16.
+  constexpr int element_bytes() const { return cache == MmaCache::k16Bit ? 2 : 1; }
+  constexpr int rope_element_bytes() const { return cache == MmaCache::kE4M3 ? 1 : 2; }
+  constexpr int rope_at() const {
+    return d_v * element_bytes() + (cache == MmaCache::kPacked ? d_v / 128 * 4 : 0);
   }
-  constexpr int raw_bytes() const { return kRawTiles * kKeys * raw_row_bytes(); }
-  constexpr int scales_bytes() const { return cache == MmaCache::kPacked ? 16 * stages * kKeys : 0; }
+  constexpr int key_stride() const {
+    const int row = rope_at() + kRope * rope_element_bytes();
+    return row / 16 % 2 == 1 ? row : row + 16;
+  }
+  constexpr int stage_bytes() const { return kKeys * key_stride(); }
   // Pieces of 16 columns of a quarter of a row.
   constexpr int steps() const { return d_v / 64 + kRope / 64; }
   constexpr int q_bytes(int group) const { return (row_tiles + 1 - group) / 2 * 4 * 256 * q_steps[group]; }
@@ -183,9 +190,10 @@ struct MmaTile {
   // Weights times each of the four scales of a packed row.
   constexpr int weight_copies() const { return cache == MmaCache::kPacked ? 4 : 1; }
   constexpr int weights_bytes() const { return rows() * kWeightStride; }
+  constexpr int row_scales_bytes() const { return cache == MmaCache::k16Bit ? 0 : 4 * rows(); }
   constexpr int smem_bytes() const {
-    return round_up(stages * stage_bytes() + raw_bytes() + scales_bytes() + q_bytes(0) + q_bytes(1) +
-                        parts_bytes() + weight_copies() * weights_bytes() + 4 * rows() + 16 * stages +
+    return round_up(stages * stage_bytes() + q_bytes(0) + q_bytes(1) + parts_bytes() +
+                        weight_copies() * weights_bytes() + 4 * rows() + row_scales_bytes() + 16 * stages +
                         4 * row_tiles,
                     16) +
            (row_tiles > 8 ? 512 : 0);
@@ -206,17 +214,22 @@ struct MmaTile {
 
 // The compiled instances. Widest rows first: they make the most of each loaded key.
 inline constexpr MmaTile kMmaTiles[] = {
-    {512, MmaCache::k16Bit, 9, 3, {5, 0}, 1, 145},  // 72 rows: 8 heads x 9 nodes
-    {512, MmaCache::k16Bit, 8, 3, {2, 2}, 1, 107},  // 64 rows
-    {512, MmaCache::k16Bit, 4, 4, {0, 0}, 1, 85},   // 32 rows
-    {512, MmaCache::k16Bit, 2, 4, {0, 0}, 2, 110},  // 16 rows
-    {512, MmaCache::k16Bit, 1, 4, {0, 0}, 2, 75},   // 8 rows: a decoded token of a TP8 rank
-    {256, MmaCache::k16Bit, 8, 4, {0, 0}, 1, 90},   // 64 rows
-    {256, MmaCache::k16Bit, 2, 4, {0, 0}, 2, 90},   // 16 rows
-    {512, MmaCache::kE4M3, 8, 2, {2, 2}, 1, 130},   {512, MmaCache::kE4M3, 4, 2, {0, 0}, 1, 100},
-    {512, MmaCache::kE4M3, 1, 2, {0, 0}, 2, 90},    {256, MmaCache::kE4M3, 8, 2, {0, 0}, 1, 100},
-    {512, MmaCache::kPacked, 8, 2, {2, 2}, 1, 140}, {512, MmaCache::kPacked, 4, 2, {0, 0}, 1, 110},
-    {512, MmaCache::kPacked, 1, 2, {0, 0}, 2, 95},
+    {512, MmaCache::k16Bit, 9, 3, {5, 0}, 1, 145},   // 72 rows: 8 heads x 9 nodes
+    {512, MmaCache::k16Bit, 8, 3, {2, 2}, 1, 107},   // 64 rows
+    {512, MmaCache::k16Bit, 4, 4, {0, 0}, 1, 85},    // 32 rows
+    {512, MmaCache::k16Bit, 2, 4, {0, 0}, 2, 110},   // 16 rows
+    {512, MmaCache::k16Bit, 1, 4, {0, 0}, 2, 75},    // 8 rows: a decoded token of a TP8 rank
+    {256, MmaCache::k16Bit, 8, 4, {0, 0}, 1, 90},    // 64 rows
+    {256, MmaCache::k16Bit, 2, 4, {0, 0}, 2, 90},    // 16 rows
+    {512, MmaCache::kE4M3, 9, 4, {7, 0}, 1, 145},    // 72 rows
+    {512, MmaCache::kE4M3, 8, 6, {2, 2}, 1, 107},    // 64 rows
+    {512, MmaCache::kE4M3, 4, 8, {0, 0}, 1, 85},     // 32 rows
+    {512, MmaCache::kE4M3, 1, 8, {0, 0}, 2, 75},     // 8 rows
+    {256, MmaCache::kE4M3, 8, 8, {0, 0}, 1, 90},     // 64 rows
+    {512, MmaCache::kPacked, 9, 3, {7, 0}, 1, 155},  // packed rows: 72 rows
+    {512, MmaCache::kPacked, 8, 5, {2, 2}, 1, 117},  // 64 rows
+    {512, MmaCache::kPacked, 4, 7, {0, 0}, 1, 95},   // 32 rows
+    {512, MmaCache::kPacked, 1, 7, {0, 0}, 2, 80},   // 8 rows
 };
 
 constexpr MmaTile find_mma_tile(int d_v, int rows, MmaCache cache) {

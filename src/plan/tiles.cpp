@@ -65,10 +65,10 @@ std::vector<KernelModel> kernel_models(const DeviceModel& device, const MlaShape
   if (device.arch == "cpu") return {{"cpu_simd", cpu_simd_tile(rows), 1, 0, 0, false}};
   std::vector<KernelModel> models;
   const auto add = [&](const char* backend, const TilePolicy& tile, int threads, int64_t smem_bytes,
-                       int registers = 0) {
+                       int registers = 0, bool tensor_cores = false) {
     if (registers == 0) registers = registers_of(backend, device, shape, kv_dtype);
     if (registers > 0 && smem_bytes <= device.smem_per_block_bytes)
-      models.push_back({backend, tile, threads, registers, static_cast<int>(smem_bytes), false});
+      models.push_back({backend, tile, threads, registers, static_cast<int>(smem_bytes), tensor_cores});
   };
   const int element_bytes = static_cast<int>(dtype_bytes(kv_dtype)),
             vector_width = WarpPerKey::vector_width(element_bytes);
@@ -86,6 +86,14 @@ std::vector<KernelModel> kernel_models(const DeviceModel& device, const MlaShape
     const int registers = registers_of(instance, device, shape, DType::kF32);
     if (registers > 0)
       add("cuda_fp32_tiled", tiled->policy(), Fp32Tile::kThreads, tiled->smem_bytes(), registers);
+  }
+  const MmaTile* mma = nullptr;
+  if (kv_dtype != DType::kF32 && (kv_dtype != DType::kF8E4M3Packed || shape.d_v == 512))
+    mma = choose_mma_tile(shape.d_v, mma_cache(kv_dtype), requests, rows, keys, device.num_sms,
+                          device.smem_per_sm_bytes);
+  if (mma) {
+    const int registers = registers_of("cuda_mma " + std::to_string(mma->rows()), device, shape, kv_dtype);
+    if (registers > 0) add("cuda_mma", mma->policy(), MmaTile::kThreads, mma->smem_bytes(), registers, true);
   }
   return models;
 }

@@ -28,8 +28,8 @@
 //     q        fragments of 256               25,600     16,384          0
 //     parts    [row tiles][3][32 lanes][16]   13,824     12,288      6,144
 //     weights  [rows][48]                      3,456      3,072      1,536     16 keys of 2 and 16: as above
-//     shrink, barriers, marks, a fifth tile      896        336        256
-//                                             99,840     88,144     82,688     sm_86, sm_89, sm_120: 101,376
+//     shrink, barriers, marks, a fifth tile      896        336        208
+//                                             99,840     88,144     82,640     sm_86, sm_89, sm_120: 101,376
 //
 // Budget, 64 rows x 16 keys of d_v 512, in cycles of an SM of the H200: tensor cores 68 mma a warp, 8 cycles each, two warps a
 // scheduler: 1,088; shared memory (fragments of K twice, of V twice, parts, weights, copies) about 1,100; so either would allow 500
@@ -42,50 +42,33 @@
 // in every instance, and a maximum is raised by the row's own scores.
 
 #include <algorithm>
-#include <array>
-#include <limits>
-#include <utility>
+#include <string>
 
 #include "backend/cuda/cuda_backend.hpp"
 #include "backend/cuda/cuda_backends.hpp"
 #include "backend/cuda/cuda_check.hpp"
-#include "backend/cuda/cuda_mma.cuh"
+#include "backend/cuda/cuda_mma_kernels.hpp"
 #include "core/lookup.hpp"
 
 namespace treemla {
 namespace {
 
-using Kernel = void (*)(KernelArgs);
-template <class T, int i>
-constexpr Kernel kernel_of() {
-  // Packed rows have a bf16 part, and are for bf16 queries.
-  if constexpr (std::is_same_v<T, __half> && kMmaTiles[i].cache == MmaCache::kPacked)
-    return nullptr;
-  else
-    return &mma::mma_kernel<
-        mma::Config<T, kMmaTiles[i].d_v, kMmaTiles[i].rows(), static_cast<int>(kMmaTiles[i].cache)>>;
-}
-template <class T, int... i>
-constexpr auto kernels_of(std::integer_sequence<int, i...>) {
-  return std::array{kernel_of<T, i>()...};
-}
-
-// Of kMmaTiles, in its order; why each exists stands there.
-const void* find_kernel(DType q_dtype, std::size_t i) {
-  using Indices = std::make_integer_sequence<int, static_cast<int>(std::size(kMmaTiles))>;
-  constexpr auto kBF16 = kernels_of<__nv_bfloat16>(Indices()), kF16 = kernels_of<__half>(Indices());
-  return reinterpret_cast<const void*>(q_dtype == DType::kBF16 ? kBF16[i] : kF16[i]);
-}
-
-MmaCache cache_of(DType kv_dtype) {
-  return kv_dtype == DType::kF8E4M3         ? MmaCache::kE4M3
-         : kv_dtype == DType::kF8E4M3Packed ? MmaCache::kPacked
-                                            : MmaCache::k16Bit;
+// Compiled in four files, which takes a compiler long enough each.
+const void* find_kernel(const MmaTile& tile, DType q_dtype) {
+  const bool is_bf16 = q_dtype == DType::kBF16;
+  switch (tile.cache) {
+    case MmaCache::k16Bit:
+      return is_bf16 ? mma_kernel_bf16(tile) : mma_kernel_fp16(tile);
+    case MmaCache::kE4M3:
+      return mma_kernel_e4m3(tile, is_bf16);
+    default:
+      return mma_kernel_packed(tile);
+  }
 }
 
 const MmaTile* choose_tile(const VerifyProblem& p, const CudaDevice& device) {
   const int64_t nodes = p.b > 0 ? ceil_div<int64_t>(p.q.total_q, p.b) : 0;
-  return choose_mma_tile(p.shape.d_v, cache_of(p.kv.dtype), p.b, nodes * p.shape.h_q, kv_len_bound(p),
+  return choose_mma_tile(p.shape.d_v, mma_cache(p.kv.dtype), p.b, nodes * p.shape.h_q, kv_len_bound(p),
                          std::max(1, device.model.num_sms), device.model.smem_per_sm_bytes);
 }
 
@@ -117,7 +100,7 @@ class CudaMma : public CudaBackend {
   CudaInstance instance(const VerifyProblem& p, const CudaDevice& device) const override {
     const MmaTile* tile = choose_tile(p, device);
     CudaInstance k;
-    k.function = find_kernel(p.q.dtype, static_cast<std::size_t>(tile - kMmaTiles));
+    k.function = find_kernel(*tile, p.q.dtype);
     k.threads = MmaTile::kThreads;
     k.smem_bytes = tile->smem_bytes();
     k.tile = tile->policy();

@@ -1,11 +1,13 @@
 // The device code of cuda_mma; cuda_mma.cu says what it computes, with the shared-memory map and the layouts.
 #pragma once
 
+#include "backend/cuda/half_types.cuh"
 #include "backend/cuda/kernel_io.cuh"
 #include "backend/cuda/ptx_sm80.cuh"
 #include "backend/cuda/work_cursor.cuh"
 #include "plan/cuda_tiles.hpp"
 
+#include <iterator>
 #include <type_traits>
 
 namespace treemla::mma {
@@ -19,8 +21,13 @@ struct Config {
   static constexpr int kThreads = MmaTile::kThreads;
   static constexpr int kDv = kTile.d_v, kRows = kTile.rows(), kKeys = MmaTile::kKeys;
   static constexpr int kRowTiles = kTile.row_tiles, kStages = kTile.stages;
-  static constexpr bool kIsRaw = kTile.cache != MmaCache::k16Bit,
+  static constexpr bool kIsFp8 = kTile.cache != MmaCache::k16Bit,
                         kIsPacked = kTile.cache == MmaCache::kPacked;
+  // What the latents' scores, the rope's and the values are multiplied in. e4m3 is exact in fp16, which queries reach by a power of two a
+  // row; weights times a packed row's scales need the range of bf16.
+  using Latent = std::conditional_t<kIsFp8, __half, T>;
+  using Rope = std::conditional_t<kIsPacked, __nv_bfloat16, Latent>;
+  using Value = std::conditional_t<kIsPacked, __nv_bfloat16, Latent>;
   // Of an odd number of row tiles the first group has the one more.
   static constexpr int group_tiles(int group) { return (kRowTiles + 1 - group) / 2; }
   // Pieces of 16 columns that a warp accumulates; that it scores, first of the latent part; of those, whose queries it has in registers.
@@ -30,15 +37,16 @@ struct Config {
 
   // Shared memory, in bytes.
   static constexpr int kKeyStride = kTile.key_stride(), kStageBytes = kTile.stage_bytes();
-  static constexpr int kRawAt = kStages * kStageBytes, kRawRowBytes = kTile.raw_row_bytes();
-  static constexpr int kScalesAt = kRawAt + kTile.raw_bytes();  // [stages][16 keys][4] float32
-  static constexpr int kQAt = kScalesAt + kTile.scales_bytes();
+  static constexpr int kElementBytes = kIsFp8 ? 1 : 2;                                      // of a latent
+  static constexpr int kRopeAt = kTile.rope_at(), kRopeBytes = kTile.rope_element_bytes();  // within a row
+  static constexpr int kQAt = kStages * kStageBytes;
   static constexpr int q_at(int group) { return kQAt + (group == 0 ? 0 : kTile.q_bytes(0)); }
   static constexpr int kPartsAt = kQAt + kTile.q_bytes(0) + kTile.q_bytes(1);
   static constexpr int kWeightsAt = kPartsAt + kTile.parts_bytes(), kWeightStride = MmaTile::kWeightStride;
   static constexpr int kWeightsBytes = kTile.weights_bytes(), kWeightCopies = kTile.weight_copies();
   static constexpr int kShrinkAt = kWeightsAt + kWeightCopies * kWeightsBytes;
-  static constexpr int kBarriersAt = kShrinkAt + 4 * kRows;  // full, then empty
+  static constexpr int kRowScalesAt = kShrinkAt + 4 * kRows;
+  static constexpr int kBarriersAt = kRowScalesAt + kTile.row_scales_bytes();  // full, then empty
   static constexpr int kRaisedAt = kBarriersAt + 16 * kStages;
   static constexpr int kFifthAt = round_up(kRaisedAt + 4 * kRowTiles, 16);
   static constexpr int kSmemBytes = kFifthAt + (group_tiles(0) > 4 ? 512 : 0);
@@ -48,42 +56,6 @@ struct Config {
 // A weight may exceed 1 by this power of 2 before sums are rescaled to a new maximum: most maxima then cost nothing, and no digit of
 // a bf16 or fp16 weight is lost.
 constexpr float kSlack = 8;
-
-template <class T>
-__device__ __forceinline__ uint16_t narrow(float x) {
-  if constexpr (std::is_same_v<T, __half>)
-    return __half_as_ushort(__float2half_rn(x));
-  else
-    return __bfloat16_as_ushort(__float2bfloat16_rn(x));
-}
-
-// Two e4m3 numbers, in the upper halves of x's 16-bit words, to T: exponent and fraction move into place, and one exact multiplication
-// makes up for the difference of the exponents' biases, subnormal numbers included. Not for NaN.
-template <class T>
-__device__ __forceinline__ uint32_t widen_pair(uint32_t x) {
-  if constexpr (std::is_same_v<T, __half>) {
-    const uint32_t moved = (x & 0x80008000) | (x & 0x7F007F00) >> 1;
-    const __half2 y = __hmul2(reinterpret_cast<const __half2&>(moved), __float2half2_rn(256.0f));
-    return reinterpret_cast<const uint32_t&>(y);
-  } else {
-    const uint32_t moved = (x & 0x80008000) | (x & 0x7F007F00) >> 4;
-    const __nv_bfloat162 y =
-        __hmul2(reinterpret_cast<const __nv_bfloat162&>(moved), __float2bfloat162_rn(0x1p120f));
-    return reinterpret_cast<const uint32_t&>(y);
-  }
-}
-// Four of them, in order.
-template <class T>
-__device__ __forceinline__ uint2 widen_quad(uint32_t x) {
-  uint2 y = {widen_pair<T>(__byte_perm(x, 0, 0x1404)), widen_pair<T>(__byte_perm(x, 0, 0x3424))};
-  if (((x & 0x7F7F7F7F) + 0x01010101) & 0x80808080) {  // a NaN: 0x7F or 0xFF
-    if ((x & 0x7F) == 0x7F) y.x |= 0x7FFF;
-    if ((x >> 8 & 0x7F) == 0x7F) y.x |= 0x7FFF0000;
-    if ((x >> 16 & 0x7F) == 0x7F) y.y |= 0x7FFF;
-    if ((x >> 24 & 0x7F) == 0x7F) y.y |= 0x7FFF0000;
-  }
-  return y;
-}
 
 // Where a CTA is in the ring of key tiles, from item to item.
 struct Ring {
@@ -197,80 +169,28 @@ struct Worker {
     if (first_key >= key_end) return;
     const bool wraps = ring.stage + ahead >= C::kStages;
     const int stage = ring.stage + ahead - (wraps ? C::kStages : 0);
-    if constexpr (!C::kIsRaw) enter_window(first_key);
+    enter_window(first_key);
     const uint32_t full = smem + C::kBarriersAt + 8 * stage, empty = full + 8 * C::kStages;
     // Until both groups are done with what was there, a round earlier. Before the first round that is so at once.
     wait_barrier(empty, ring.round ^ !wraps);
-    if constexpr (C::kIsRaw) {
-      wait_copies<MmaTile::kRawTiles - 1>();
-      widen(first_key, stage);
-      __syncwarp();
-      if (lane == 0) arrive(full);
-      copy_raw(first_key + MmaTile::kRawTiles * C::kKeys);
-    } else {
-      const uint32_t row = __shfl_sync(~0u, rows, (first_key / C::kKeys & 15) * 2 + (lane >> 4));
-      const bool ok = first_key + copied_row() + (lane >> 4) < key_end;
-      const char* from = row_at(static_cast<const char*>(args.kv) + 16 * (lane & 15), row);
-      const uint32_t to = copy_to() + stage * C::kStageBytes;
+    const uint32_t row = __shfl_sync(~0u, rows, (first_key / C::kKeys & 15) * 2 + (lane >> 4));
+    const bool ok = first_key + copied_row() + (lane >> 4) < key_end;
+    const char* from = row_at(static_cast<const char*>(args.kv) + 16 * (lane & 15), row);
+    const uint32_t to = copy_to() + stage * C::kStageBytes;
 #pragma unroll
-      for (int i = 0; i < C::kDv / 128; ++i) copy16(to + 256 * i, from + 256 * i, ok);
-      if (8 * (lane & 15) < args.d_rope) copy16(to + 2 * C::kDv, from + 2 * C::kDv, ok);
-      arrive_after_copies(full);
-    }
+    for (int i = 0; i < kWholeCopies; ++i) copy16(to + 256 * i, from + 256 * i, ok);
+    if ((lane & 15) < rest_chunks()) copy16(to + 256 * kWholeCopies, from + 256 * kWholeCopies, ok);
+    arrive_after_copies(full);
+  }
+  // A row is chunks of 16 bytes, here as in the pool: the latents, a packed row's scales, the rope columns. 16 lanes copy as many at a time.
+  static constexpr int kWholeCopies = C::kElementBytes * C::kDv / 256;
+  __device__ __forceinline__ int rest_chunks() const {
+    return (C::kRopeAt - 256 * kWholeCopies) / 16 + args.d_rope * C::kRopeBytes / 16;
   }
 
-  // FP8: the warp's two rows one after the other, chunk u of 16 bytes by lane u % 32. Each lane widens what it copied.
-  __device__ __forceinline__ int raw_chunks() const {  // of a row
-    return C::kIsPacked ? C::kDv / 16 + C::kDv / 512 + args.d_rope / 8 : (C::kDv + args.d_rope) / 16;
-  }
-  __device__ __forceinline__ uint32_t raw_at(int first_key, int u) const {
-    return smem + C::kRawAt + ((first_key / C::kKeys & 1) * C::kKeys + copied_row()) * C::kRawRowBytes +
-           16 * u;
-  }
-  static constexpr int kRawSteps = ceil_div(2 * C::kRawRowBytes / 16, 32);
-  // Every call makes a group of copies, empty past the end.
-  __device__ __forceinline__ void copy_raw(int first_key) {
-    if (first_key < key_end) {
-      enter_window(first_key);
-      const int tile = first_key / C::kKeys & 15, chunks = raw_chunks();
-      const uint32_t row0 = __shfl_sync(~0u, rows, 2 * tile), row1 = __shfl_sync(~0u, rows, 2 * tile + 1);
-#pragma unroll
-      for (int i = 0; i < kRawSteps; ++i) {
-        const int u = lane + 32 * i, second = u >= chunks;
-        const bool ok = first_key + copied_row() + second < key_end;
-        if (u < 2 * chunks)
-          copy16(raw_at(first_key, u),
-                 row_at(static_cast<const char*>(args.kv) + 16 * (u - (second ? chunks : 0)),
-                        second ? row1 : row0),
-                 ok);
-      }
-    }
-    commit_copies();
-  }
-  __device__ __forceinline__ void widen(int first_key, int stage) const {
-    const int chunks = raw_chunks();
-#pragma unroll
-    for (int i = 0; i < kRawSteps; ++i) {
-      const int u = lane + 32 * i, second = u >= chunks, chunk = u - (second ? chunks : 0);
-      if (u >= 2 * chunks) continue;
-      const uint4 x = load_shared<uint4>(raw_at(first_key, u));
-      const int key = copied_row() + second;
-      const uint32_t row = smem + stage * C::kStageBytes + key * C::kKeyStride;
-      if (C::kIsPacked && chunk == C::kDv / 16) {
-        store_shared(scales_at(stage, key), x);
-      } else if (C::kIsPacked && chunk > C::kDv / 16) {
-        store_shared(row + 2 * C::kDv + 16 * (chunk - C::kDv / 16 - 1), x);
-      } else {
-        const uint2 a = widen_quad<T>(x.x), b = widen_quad<T>(x.y), c = widen_quad<T>(x.z),
-                    d = widen_quad<T>(x.w);
-        store_shared(row + 32 * chunk, uint4{a.x, a.y, b.x, b.y});
-        store_shared(row + 32 * chunk + 16, uint4{c.x, c.y, d.x, d.y});
-      }
-    }
-  }
   // Of the four groups of 128 latents of a packed row.
   __device__ __forceinline__ uint32_t scales_at(int stage, int key) const {
-    return smem + C::kScalesAt + 16 * (C::kKeys * stage + key);
+    return smem + stage * C::kStageBytes + key * C::kKeyStride + C::kDv;
   }
 
   // Rows and the bytes between them fit 32 bits each: supports_kernel() looks.
@@ -278,7 +198,7 @@ struct Worker {
     uint64_t at;
     asm("mad.wide.u32 %0, %1, %2, %3;"
         : "=l"(at)
-        : "r"(row), "r"((C::kIsRaw ? 1 : 2) * static_cast<uint32_t>(args.kv_row_stride)), "l"(from));
+        : "r"(row), "r"(C::kElementBytes * static_cast<uint32_t>(args.kv_row_stride)), "l"(from));
     return reinterpret_cast<const char*>(at);
   }
   // Where this lane copies to in stage 0.
@@ -316,8 +236,18 @@ struct Worker {
     else
       store_shared(shared_q(j, step), uint2{x0, x1});
   }
+  __device__ __forceinline__ void load_q(SharedWork& work) {
+    const bool aligned = reinterpret_cast<uintptr_t>(args.q) % 16 == 0 &&
+                         (args.q_token_stride | args.q_head_stride) % 8 == 0;  // the same in both groups
+    if constexpr (C::kIsFp8)
+      load_scaled_q(aligned);
+    else if (aligned)
+      load_aligned_q(work);
+    else
+      load_unaligned_q();
+  }
   // A warp's quarter of its rows goes through shared memory, of which nothing else is in use yet, so that 16 bytes are loaded at a time.
-  __device__ __forceinline__ void load_q() {
+  __device__ __forceinline__ void load_aligned_q(SharedWork& work) {
     constexpr int kChunks = 2 * C::kSteps, kStride = 16 * kChunks + 16, kCopies = ceil_div(8 * kChunks, 32);
     static_assert(C::kRowTiles * 4 * 8 * kStride <= C::kBarriersAt);
     const uint32_t at = smem + (kFirstTile * 4 + quarter * kTiles) * 8 * kStride;
@@ -341,6 +271,7 @@ struct Worker {
                ok);
       }
     commit_copies();
+    work.look_ahead();
     wait_copies<0>();
     __syncwarp();
     // Fragments of two steps at once: lane l addresses row l % 8, chunk l / 8.
@@ -360,9 +291,75 @@ struct Worker {
 #pragma unroll
       for (int i = 0; i < C::kSteps; ++i) keep_q(j, i, x[j][i][0], x[j][i][1]);
   }
-  // The same, of rows that 16 bytes don't divide.
+  // For FP8 caches: in fp16, each row times the power of two that brings its largest number below 2^15. A lane has columns 4 * (l % 4) to
+  // 4 * (l % 4) + 3 of a piece of 16, as score() finds them in a cached row.
+  __device__ __forceinline__ void load_scaled_q(bool aligned) {
+    uint2 x[kTiles > 0 ? kTiles : 1][C::kSteps];
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      const T* row = q_row(j, lane >> 2);
+#pragma unroll
+      for (int i = 0; i < C::kSteps; ++i) {
+        const bool is_rope = i >= C::kLatentSteps;
+        const int column = (is_rope ? C::kDv + 16 * quarter : C::kDv / 4 * quarter + 16 * i) +
+                           (is_rope && C::kIsPacked ? 2 : 4) * (lane & 3);
+        x[j][i] = {0, 0};
+        if (row == nullptr || (is_rope && 16 * quarter >= args.d_rope)) continue;
+        if (is_rope && C::kIsPacked)
+          x[j][i] = {load_two(row + column, aligned), load_two(row + column + 8, aligned)};
+        else if (aligned)
+          x[j][i] = __ldg(reinterpret_cast<const uint2*>(row + column));
+        else
+          x[j][i] = {load_two(row + column, false), load_two(row + column + 2, false)};
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      float largest = 0;
+#pragma unroll
+      for (int i = 0; i < C::kSteps; ++i)
+        largest = fmaxf(largest, fmaxf(largest_of<T>(x[j][i].x), largest_of<T>(x[j][i].y)));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      if ((lane & 3) == 0) store_shared(weights_row(j, lane >> 2) + 4 * quarter, largest);
+    }
+    sync_group();
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      const float4 l = load_shared<float4>(weights_row(j, lane >> 2));
+      const int exponent =
+          static_cast<int>(__float_as_uint(fmaxf(fmaxf(l.x, l.y), fmaxf(l.z, l.w))) >> 23) - 127;
+      const int up = min(max(14 - exponent, -113), 100);
+      const float by = __uint_as_float(static_cast<uint32_t>(up + 127) << 23);
+      if (quarter == 0 && (lane & 3) == 0)
+        store_shared(row_scale_at(j, 0) + 4 * (lane >> 2),
+                     __uint_as_float(static_cast<uint32_t>(127 - up) << 23) * score_scale());
+#pragma unroll
+      for (int i = 0; i < C::kSteps; ++i) {
+        using To = std::conditional_t<C::kIsPacked, __nv_bfloat16, __half>;
+        if (i < C::kLatentSteps)
+          keep_q(j, i, scale_two<T, __half>(x[j][i].x, by), scale_two<T, __half>(x[j][i].y, by));
+        else
+          keep_q(j, i, scale_two<T, To>(x[j][i].x, by), scale_two<T, To>(x[j][i].y, by));
+      }
+    }
+  }
+  __device__ __forceinline__ static uint32_t load_two(const T* from, bool aligned) {
+    const uint16_t* x = reinterpret_cast<const uint16_t*>(from);
+    return aligned ? *reinterpret_cast<const uint32_t*>(x) : x[0] | static_cast<uint32_t>(x[1]) << 16;
+  }
+  __device__ __forceinline__ float score_scale() const {
+    return args.score_scale * 1.44269504088896340736f;  // log2 e
+  }
+  // Of rows 2 * pair and the next of row tile j: what their scores must be multiplied by. FP8 caches only.
+  __device__ __forceinline__ uint32_t row_scale_at(int j, int pair) const {
+    return smem + C::kRowScalesAt + 4 * (8 * (kFirstTile + j) + 2 * pair);
+  }
+  __device__ __forceinline__ uint32_t weights_row(int j, int row) const {
+    return smem + C::kWeightsAt + (8 * (kFirstTile + j) + row) * C::kWeightStride;
+  }
+  // The same for 16-bit caches, of rows that 16 bytes don't divide.
   __device__ __forceinline__ void load_unaligned_q() {
-    __syncthreads();
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
       const uint16_t* row = reinterpret_cast<const uint16_t*>(q_row(j, lane >> 2));
@@ -385,21 +382,53 @@ struct Worker {
   __device__ __forceinline__ uint32_t part_at(int j, int part) const {
     return smem + C::kPartsAt + ((kFirstTile + j) * 3 + part - 1) * 512 + 16 * lane;
   }
+  // Fragments of the keys' columns, piece by piece, fetched as far ahead as registers go.
+  struct KeyReader {
+    uint32_t latent, rope;
+    uint32_t x[1 + kAhead][4];
+    __device__ __forceinline__ explicit KeyReader(const Worker& w) {
+      const uint32_t row = w.keys + w.ring.stage * C::kStageBytes;
+      latent = row + C::kElementBytes * C::kDv / 4 * w.quarter;
+      rope = row + C::kRopeAt + 16 * C::kRopeBytes * w.quarter;
+      if (kAhead == 1) fetch(0);
+    }
+    // Of FP8 rows two pieces of latents at once, for steps 2 * i and the next.
+    static constexpr int kFetches = C::kIsFp8 ? C::kLatentSteps / 2 + 1 : C::kSteps;
+    __device__ __forceinline__ void fetch(int i) {
+      if (i < kFetches) load_matrices(x[i % (1 + kAhead)], i + 1 < kFetches ? latent + 32 * i : rope);
+    }
+    __device__ __forceinline__ void read(uint32_t (&a)[4], int step) {
+      const int i = C::kIsFp8 ? step / 2 : step;
+      if (!C::kIsFp8 || step % 2 == 0) fetch(i + kAhead);
+      const auto& y = x[i % (1 + kAhead)];
+      if constexpr (!C::kIsFp8) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a[e] = y[e];
+      } else if (C::kIsPacked && step >= C::kLatentSteps) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a[e] = y[e];
+      } else {
+        // Bytes 0 and 1 of a lane's four are its columns t, t + 1 of the piece, bytes 2 and 3 its columns t + 8, t + 9.
+        const int second = step < C::kLatentSteps && step % 2 == 1 ? 2 : 0;
+        const uint2 lo = widen_quad(y[second]), hi = widen_quad(y[second + 1]);
+        a[0] = lo.x, a[1] = hi.x, a[2] = lo.y, a[3] = hi.y;
+      }
+    }
+  };
   __device__ __forceinline__ void score(Fragment& own, Fragment& own_fifth) const {
-    const uint32_t latent = keys + ring.stage * C::kStageBytes + C::kDv / 2 * quarter,
-                   rope = keys + ring.stage * C::kStageBytes + 2 * C::kDv + 32 * quarter;
     float s[kTiles][4] = {};
-    uint32_t a[1 + kAhead][4];
-    if (kAhead == 1) load_matrices(a[0], latent);
+    KeyReader k(*this);
 #pragma unroll
     for (int i = 0; i < C::kSteps; ++i) {
-      const int next = i + kAhead;
-      if (next < C::kSteps)
-        load_matrices(a[next % (1 + kAhead)], next < C::kLatentSteps ? latent + 32 * next : rope);
+      uint32_t a[4];
+      k.read(a, i);
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
         const uint2 b = i < kQSteps ? uint2{q[i][j][0], q[i][j][1]} : load_shared<uint2>(shared_q(j, i));
-        multiply_add<T>(s[j], a[i % (1 + kAhead)], b.x, b.y);
+        if (i < C::kLatentSteps)
+          multiply_add<typename C::Latent>(s[j], a, b.x, b.y);
+        else
+          multiply_add<typename C::Rope>(s[j], a, b.x, b.y);
       }
       if (C::kIsPacked && i + 1 == C::kLatentSteps) {  // a quarter of a packed row has one scale
         const float scale0 = load_shared<float>(scales_at(ring.stage, lane >> 2) + 4 * quarter),
@@ -442,11 +471,15 @@ struct Worker {
   __device__ __forceinline__ void gather_scores(Fragment& x, int j, int first_key) const {
     const float4 v1 = load_shared<float4>(part_at(j, 1)), v2 = load_shared<float4>(part_at(j, 2)),
                  v3 = load_shared<float4>(part_at(j, 3));
-    const float scale = args.score_scale * 1.44269504088896340736f;
-    x[0] = ((x[0] + v1.x) + (v2.x + v3.x)) * scale;
-    x[1] = ((x[1] + v1.y) + (v2.y + v3.y)) * scale;
-    x[2] = ((x[2] + v1.z) + (v2.z + v3.z)) * scale;
-    x[3] = ((x[3] + v1.w) + (v2.w + v3.w)) * scale;
+    float2 scale;
+    if constexpr (C::kIsFp8)
+      scale = load_shared<float2>(row_scale_at(j, lane & 3));
+    else
+      scale.x = scale.y = score_scale();
+    x[0] = ((x[0] + v1.x) + (v2.x + v3.x)) * scale.x;
+    x[1] = ((x[1] + v1.y) + (v2.y + v3.y)) * scale.y;
+    x[2] = ((x[2] + v1.z) + (v2.z + v3.z)) * scale.x;
+    x[3] = ((x[3] + v1.w) + (v2.w + v3.w)) * scale.y;
     if (first_key + C::kKeys <= masked_from) return;
     const unsigned hidden = hidden_bits(j, first_key);
 #pragma unroll
@@ -483,8 +516,7 @@ struct Worker {
     return raise;
   }
   __device__ __forceinline__ void store_weights(State& st, const Fragment& x, int j) const {
-    const uint32_t at =
-        smem + C::kWeightsAt + (8 * (kFirstTile + j) + 2 * (lane & 3)) * C::kWeightStride + 2 * (lane >> 2);
+    const uint32_t at = weights_row(j, 2 * (lane & 3)) + 2 * (lane >> 2);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const float base = st.top[e] == -INFINITY ? 0.0f : st.top[e];  // nothing seen yet: never -inf + inf
@@ -509,8 +541,8 @@ struct Worker {
     return weight == 0 ? 0.0f : weight * scale;
   }
   __device__ __forceinline__ static void store_pair(uint32_t at, float w0, float w8) {
-    store_shared(at, narrow<T>(w0));
-    store_shared(at + 16, narrow<T>(w8));
+    store_shared(at, narrow<typename C::Value>(w0));
+    store_shared(at + 16, narrow<typename C::Value>(w8));
   }
   __device__ __forceinline__ State load_fifth() const {
     const float4 x = load_shared<float4>(smem + C::kFifthAt + 16 * lane);
@@ -541,14 +573,18 @@ struct Worker {
   // A hidden row may hold NaN or infinity, and a weight of 0 would not keep it out of a product: zeros instead. Whoever sees the row has
   // NaN in its weights. Each warp clears what it copied.
   __device__ __forceinline__ void clear_nonfinite() const {
-    constexpr uint32_t kExponent = std::is_same_v<T, __half> ? 0x7C00 : 0x7F80;
     const auto clear = [](uint32_t& x) {
-      if ((x & kExponent) == kExponent) x &= 0xFFFF0000;
-      if ((x >> 16 & kExponent) == kExponent) x &= 0xFFFF;
+      if constexpr (C::kIsFp8) {
+        x &= ~(((x & 0x7F7F7F7F) + 0x01010101 >> 7 & 0x01010101) * 0xFF);
+      } else {
+        constexpr uint32_t kExponent = std::is_same_v<T, __half> ? 0x7C00 : 0x7F80;
+        if ((x & kExponent) == kExponent) x &= 0xFFFF0000;
+        if ((x >> 16 & kExponent) == kExponent) x &= 0xFFFF;
+      }
     };
     const uint32_t at = copy_to() + ring.stage * C::kStageBytes;
 #pragma unroll 1
-    for (int i = 0; i < C::kDv / 128; ++i) {
+    for (int i = 0; i < kWholeCopies; ++i) {
       uint4 x = load_shared<uint4>(at + 256 * i);
       clear(x.x), clear(x.y), clear(x.z), clear(x.w);
       store_shared(at + 256 * i, x);
@@ -569,6 +605,39 @@ struct Worker {
       }
     }
   }
+  // Fragments of V^T, 16 columns after the other. FP8: rows of fragments are columns 2 * g and 2 * g + 1 where they are g and g + 8 of
+  // 16-bit caches.
+  struct ValueReader {
+    uint32_t at;
+    uint32_t x[1 + kAhead][4];
+    __device__ __forceinline__ explicit ValueReader(const Worker& w) {
+      // Lane l has key l % 8 + 8 * (l / 16), columns 8 * (l / 8 % 2) on; of FP8 rows key l % 16, columns 16 * (l / 16) on.
+      const int key = C::kIsFp8 ? w.lane & 15 : (w.lane & 7) + (w.lane >> 4) * 8,
+                half = C::kIsFp8 ? w.lane >> 4 : w.lane >> 3 & 1;
+      at = w.smem + w.ring.stage * C::kStageBytes + key * C::kKeyStride + half * 16 +
+           C::kElementBytes * C::kDv / 4 * w.quarter;
+      if (kAhead == 1) fetch(0);
+    }
+    static constexpr int kFetches = C::kIsFp8 ? C::kColumnTiles / 2 : C::kColumnTiles;
+    __device__ __forceinline__ void fetch(int i) {
+      if (i < kFetches) load_matrices_transposed(x[i % (1 + kAhead)], at + 32 * i);
+    }
+    __device__ __forceinline__ void read(uint32_t (&a)[4], int c) {
+      const int i = C::kIsFp8 ? c / 2 : c;
+      if (!C::kIsFp8 || c % 2 == 0) fetch(i + kAhead);
+      const auto& y = x[i % (1 + kAhead)];
+      if constexpr (!C::kIsFp8) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a[e] = y[e];
+      } else {
+        // A lane's bytes: columns 2 * g, 2 * g + 1 of key t, then of key t + 1.
+        const int first = c % 2 * 2;
+        const uint2 lo = widen_columns<typename C::Value>(y[first]),
+                    hi = widen_columns<typename C::Value>(y[first + 1]);
+        a[0] = lo.x, a[1] = lo.y, a[2] = hi.x, a[3] = hi.y;
+      }
+    }
+  };
   __device__ __forceinline__ void accumulate(int first_key, bool shrinks) {
     uint32_t p[kTiles][2];
     // Lane l has row l % 8 of row tile l / 16, keys 8 * (l / 8 % 2) on.
@@ -585,18 +654,14 @@ struct Worker {
       constexpr int j = kTiles - 1;  // only lanes 0-15 say where
       load_matrices(p[j][0], p[j][1], weights + 8 * j * C::kWeightStride);
     }
-    // Lane l has key l % 8 + 8 * (l / 16), columns 8 * (l / 8 % 2) on.
-    const uint32_t at = smem + ring.stage * C::kStageBytes + ((lane & 7) + (lane >> 4) * 8) * C::kKeyStride +
-                        (lane >> 3 & 1) * 16 + 32 * C::kColumnTiles * quarter;
-    uint32_t a[1 + kAhead][4];
-    if (kAhead == 1) load_matrices_transposed(a[0], at);
+    ValueReader v(*this);
     if (shrinks) shrink_out(first_key);
 #pragma unroll
     for (int c = 0; c < C::kColumnTiles; ++c) {
-      const int next = c + kAhead;
-      if (next < C::kColumnTiles) load_matrices_transposed(a[next % (1 + kAhead)], at + 32 * next);
+      uint32_t a[4];
+      v.read(a, c);
 #pragma unroll
-      for (int j = 0; j < kTiles; ++j) multiply_add<T>(out[c][j], a[c % (1 + kAhead)], p[j][0], p[j][1]);
+      for (int j = 0; j < kTiles; ++j) multiply_add<typename C::Value>(out[c][j], a, p[j][0], p[j][1]);
     }
   }
 
@@ -627,7 +692,7 @@ struct Worker {
   }
   template <class To>
   __device__ __forceinline__ void write_rows(To* to) const {
-    to += 16 * C::kColumnTiles * quarter + (lane >> 2);
+    to += 16 * C::kColumnTiles * quarter + (C::kIsFp8 ? 2 : 1) * (lane >> 2);
     const int num_rows = item.row_end - item.row_begin;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -642,20 +707,23 @@ struct Worker {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const float x = finished(out[c][j][2 * h + e], e == 0 ? by.x : by.y);
+            To& y = at[16 * c + (C::kIsFp8 ? 1 : 8) * h];
             if constexpr (std::is_same_v<To, float>)
-              at[16 * c + 8 * h] = x;
+              y = x;
             else
-              at[16 * c + 8 * h] = __builtin_bit_cast(To, narrow<To>(x));
+              y = __builtin_bit_cast(To, narrow<To>(x));
           }
       }
     }
   }
   // 16-bit outputs whose rows are aligned to 8 bytes. Fragments are transposed, so that a lane has columns t, t + 1 of row g and of the
-  // eight columns after; neighbours swap halves, and a lane stores four columns.
+  // eight columns after; neighbours swap halves, and a lane stores four columns. FP8: it has every other of four columns, and the others.
   template <class To>
   __device__ __forceinline__ void write_quads(To* to) const {
     const int odd = lane & 1, row = lane >> 2, num_rows = item.row_end - item.row_begin;
-    to += 16 * C::kColumnTiles * quarter + (odd ? 8 + 2 * ((lane & 3) - 1) : 2 * (lane & 3));
+    to += 16 * C::kColumnTiles * quarter + (C::kIsFp8 ? 4 * (lane & 3)
+                                            : odd     ? 8 + 2 * ((lane & 3) - 1)
+                                                      : 2 * (lane & 3));
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
       const float2 by = load_shared<float2>(shrink_at(j, lane & 3));
@@ -668,8 +736,14 @@ struct Worker {
         for (int h = 0; h < 2; ++h)
           x[h] = transposed(narrow<To>(finished(out[c][j][2 * h], by.x)) |
                             static_cast<uint32_t>(narrow<To>(finished(out[c][j][2 * h + 1], by.y))) << 16);
-        const uint32_t other = __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1);
-        if (there) *reinterpret_cast<uint2*>(at + 16 * c) = odd ? uint2{other, x[1]} : uint2{x[0], other};
+        uint2 four;
+        if constexpr (C::kIsFp8) {
+          four = {__byte_perm(x[0], x[1], 0x5410), __byte_perm(x[0], x[1], 0x7632)};
+        } else {
+          const uint32_t other = __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1);
+          four = odd ? uint2{other, x[1]} : uint2{x[0], other};
+        }
+        if (there) *reinterpret_cast<uint2*>(at + 16 * c) = four;
       }
     }
   }
@@ -699,30 +773,28 @@ struct Worker {
   // Rope columns that the cache lacks are zeros, which no copy touches: in this warp's rows.
   __device__ __forceinline__ void clear_rope() const {
     if (args.d_rope == MmaTile::kRope) return;
-    for (int i = lane; i < C::kStages * 2 * 8; i += 32)
-      store_shared(smem + i / 16 * C::kStageBytes + (copied_row() + (i >> 3 & 1)) * C::kKeyStride +
-                       2 * C::kDv + i % 8 * 16,
+    constexpr int kChunks = MmaTile::kRope * C::kRopeBytes / 16;
+    for (int i = lane; i < C::kStages * 2 * kChunks; i += 32)
+      store_shared(smem + i / (2 * kChunks) * C::kStageBytes +
+                       (copied_row() + i / kChunks % 2) * C::kKeyStride + C::kRopeAt + i % kChunks * 16,
                    uint4{0, 0, 0, 0});
   }
 
   // ---- a work item ----
 
-  __device__ __forceinline__ void begin() {
+  __device__ __forceinline__ void begin(SharedWork& work) {
     const int window = item.key_begin & -kWindow;
     fetch_entries(window);
-    const bool aligned = reinterpret_cast<uintptr_t>(args.q) % 16 == 0 &&
-                         (args.q_token_stride | args.q_head_stride) % 8 == 0;  // the same in both groups
-    if (aligned)
-      load_q();
-    else
-      load_unaligned_q();
+    if constexpr (!C::kIsFp8) load_q(work);
     clear_rope();
     find_rows(window);
     fetch_entries(window + kWindow);
-    if constexpr (C::kIsRaw)
-      for (int i = 0; i < MmaTile::kRawTiles; ++i) copy_raw(item.key_begin + i * C::kKeys);
 #pragma unroll
     for (int i = 0; i + 1 < C::kStages; ++i) copy(item.key_begin + i * C::kKeys, i);
+    if constexpr (C::kIsFp8) {
+      work.look_ahead();
+      load_q(work);
+    }
 #pragma unroll
     for (int c = 0; c < C::kColumnTiles; ++c)
 #pragma unroll
@@ -735,8 +807,8 @@ struct Worker {
   }
 
   // The groups have the ring of keys in common and nothing else: while one waits for its softmax the other keeps the tensor cores busy.
-  __device__ __forceinline__ void attend() {
-    begin();
+  __device__ __forceinline__ void attend(SharedWork& work) {
+    begin(work);
 #pragma unroll 1
     for (int key = item.key_begin; key < key_end; key += C::kKeys) {
       wait_tile();
@@ -755,7 +827,6 @@ struct Worker {
       }
       release_tile();
     }
-    if constexpr (C::kIsRaw) wait_copies<0>();
     if constexpr (kTiles > 0) write();
   }
 };
@@ -767,16 +838,34 @@ __global__ void __launch_bounds__(C::kThreads, C::kTile.blocks)
   __shared__ SharedWork work;
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
   if (threadIdx.x < C::kStages) {
-    init_barrier(smem + C::kBarriersAt + 8 * threadIdx.x, C::kIsRaw ? C::kThreads / 32 : C::kThreads);
+    init_barrier(smem + C::kBarriersAt + 8 * threadIdx.x, C::kThreads);
     init_barrier(smem + C::kBarriersAt + 8 * (C::kStages + threadIdx.x), C::kThreads / 32);
   }
   allow_dependent_launch();
   work.begin(args.plan, static_cast<int>(blockIdx.x));
   Ring ring;
-  if (threadIdx.x < C::kThreads / 2)
-    while (work.next()) Worker<C, 0>(args, work.item, smem, ring).attend();
-  else
-    while (work.next()) Worker<C, 1>(args, work.item, smem, ring).attend();
+  while (work.next()) {
+    if (threadIdx.x < C::kThreads / 2)
+      Worker<C, 0>(args, work.item(), smem, ring).attend(work);
+    else
+      Worker<C, 1>(args, work.item(), smem, ring).attend(work);
+  }
+}
+
+// The kernel of a tile for caches of kCache and queries of type T.
+template <class T, MmaCache kCache, int i = 0>
+const void* find_kernel(const MmaTile& tile) {
+  if constexpr (i == static_cast<int>(std::size(kMmaTiles))) {
+    return nullptr;
+  } else if constexpr (kMmaTiles[i].cache != kCache) {
+    return find_kernel<T, kCache, i + 1>(tile);
+  } else {
+    constexpr const MmaTile& kTile = kMmaTiles[i];
+    if (tile.d_v != kTile.d_v || tile.row_tiles != kTile.row_tiles)
+      return find_kernel<T, kCache, i + 1>(tile);
+    return reinterpret_cast<const void*>(
+        &mma_kernel<Config<T, kTile.d_v, kTile.rows(), static_cast<int>(kCache)>>);
+  }
 }
 
 }  // namespace treemla::mma

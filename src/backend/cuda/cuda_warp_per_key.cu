@@ -289,11 +289,11 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm<C>())
   __shared__ SharedWork work;
   work.begin(args.plan, static_cast<int>(blockIdx.x));
   while (work.next()) {
-    load_query(args, work.item, smem);
+    load_query(args, work.item(), smem);
     __syncthreads();
-    attend(args, work.item, smem);
+    attend(args, work.item(), smem);
     __syncthreads();
-    write_row(args, work.item, smem);
+    write_row(args, work.item(), smem);
   }
 }
 

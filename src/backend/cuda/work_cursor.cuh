@@ -104,31 +104,51 @@ class WorkCursor {
   int worker_, index_ = 0, row_tile_ = 0, unit_ = -1;
 };
 
-// The same with cursor and item in shared memory, for kernels that have no register to spare: thread 0 steps.
+// The same with cursor and item in shared memory, for kernels that have no register to spare: one thread steps.
 //
 //     __shared__ SharedWork work;
 //     work.begin(args.plan, blockIdx.x);
-//     while (work.next()) attend(args, work.item);
+//     while (work.next()) attend(args, work.item());
 struct SharedWork {
-  CudaWorkItem item;
-
   __device__ void begin(const DevicePlanView& plan, int worker) {
-    if (threadIdx.x == 0) new (cursor_) WorkCursor(plan, worker);
+    if (!is_stepper()) return;
+    new (cursor_) WorkCursor(plan, worker);
+    current_ = 0;
+    is_ahead_ = false;
   }
   // Also a barrier for what the CTA does with shared memory.
   __device__ bool next() {
     __syncthreads();
-    if (threadIdx.x == 0) step();
+    if (is_stepper()) {
+      if (!is_ahead_) step();
+      is_ahead_ = false;
+      current_ ^= 1;
+    }
     __syncthreads();
-    return more_;
+    return more_[current_];
+  }
+  // The present item, until next().
+  __device__ const CudaWorkItem& item() const { return items_[current_]; }
+  // Finds the item after it, once at most, so that next() does not wait for that. For every thread to call, while its loads are on their way.
+  __device__ __forceinline__ void look_ahead() {
+    if (!is_stepper()) return;
+    step();
+    is_ahead_ = true;
   }
 
  private:
+  // The last thread: in cuda_mma its warps are those with less to do.
+  __device__ static bool is_stepper() { return threadIdx.x == blockDim.x - 1; }
   // A call of its own: inlined, its registers would add to those of the kernel's inner loop.
-  __device__ __noinline__ void step() { more_ = reinterpret_cast<WorkCursor*>(cursor_)->next(item); }
+  __device__ __noinline__ void step() {
+    more_[current_ ^ 1] = reinterpret_cast<WorkCursor*>(cursor_)->next(items_[current_ ^ 1]);
+  }
 
+  CudaWorkItem items_[2];
+  bool more_[2];
+  int current_;
+  bool is_ahead_;
   alignas(WorkCursor) unsigned char cursor_[sizeof(WorkCursor)];
-  bool more_;
 };
 
 // Index in plan.requests of the active request that owns a query node, or -1: the node's rows are inert.
