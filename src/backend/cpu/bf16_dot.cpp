@@ -45,9 +45,9 @@ HWY_PUSH_ATTRIBUTES("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
 namespace treemla {
 namespace {
 
-constexpr int kLanes = 16;             // floats or words a vector
-constexpr int kDepth = 72;             // words of a chain in the first product: a quarter of 576 columns
-constexpr int kPanel = 64;             // columns of V that lie together
+constexpr int kLanes = 16;  // floats or words a vector
+constexpr int kDepth = 72;  // words of a chain in the first product: a quarter of 576 columns
+constexpr int kPanel = kBf16DotPanel;
 constexpr int kPairs = kSimdKeys / 2;  // words a column of V or a row of P has
 static_assert(kSimdRows == 4 * kLanes && kSimdKeys % 2 == 0);
 

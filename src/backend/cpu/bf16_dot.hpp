@@ -10,6 +10,8 @@ namespace treemla {
 
 inline constexpr const char* kBf16DotTarget = "AVX3_BF16";  // its name among simd_targets()
 
+inline constexpr int kBf16DotPanel = 64;  // columns of V that lie together
+
 // Does this CPU have the instruction (and was it compiled in)?
 bool bf16_dot_available();
 // Is it faster than float32 FMA here?
@@ -35,7 +37,8 @@ void bf16_dot_score_few(const uint16_t* const* keys, int num_keys, const uint16_
 // weights [kSimdKeys, kSimdRows], float32 -> words [kSimdKeys / 2][kSimdRows], rounded to bf16, two keys a word.
 void bf16_dot_pack_p(const float* weights, int num_keys, int num_rows, uint32_t* to);
 
-// out[r] = out[r] * alpha[r] + p^T[r] v, rows of out_ld floats; alpha null: out[r] = p^T[r] v.
+// out[r] = out[r] * alpha[r] + p^T[r] v, rows of out_ld floats; alpha null: out[r] = p^T[r] v. For the first d_v columns
+// from `v` on, which starts a panel.
 void bf16_dot_accumulate(const uint32_t* p, const uint32_t* v, int num_keys, int num_rows, int d_v,
                          const float* alpha, float* out, int64_t out_ld);
 

@@ -1,7 +1,8 @@
 // The CPU flash kernel. Symbols as in treemla/problem.hpp; a row is a (node, head) pair.
 //
 //   for each tile of 64 keys:
-//     T[64][d_qk]      <- the cached rows, widened to float32, once for all rows of the item
+//     T[64][d_qk]      <- the cached rows, widened to float32, once for all rows of the item; float32 rows that lie on
+//                         whole vectors are read in place. The next tile's rows are prefetched meanwhile
 //     for each group of 64 rows:
 //       S^T[64 keys][64 rows]  = T Q^T          rows along vectors: the softmax needs no horizontal step
 //       m, l, P^T              = online softmax of S^T
@@ -30,7 +31,6 @@
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_AVX3_DL | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
 #include <hwy/foreach_target.h>  // IWYU pragma: keep
 // clang-format off: must come after foreach_target
-#include <hwy/contrib/math/math-inl.h>
 #include <hwy/highway.h>
 // clang-format on
 
@@ -154,29 +154,115 @@ HWY_INLINE void narrow_row(const float* HWY_RESTRICT from, int n, DType dtype, v
   for (; i < n; ++i) store_element(to, dtype, i, from[i]);
 }
 
-// acc[i][v] = sum_k a[i * a_row + k * a_k] * b[k * ldb + v * kLanes], then `done(i, v, acc)`.
-template <int MR, int NV, class Done>
-HWY_INLINE void micro_kernel(const float* HWY_RESTRICT a, int64_t a_row, int64_t a_k,
-                             const float* HWY_RESTRICT b, int64_t ldb, int depth, Done done) {
+// e^x for x <= 0, within 2 ulp: 2^n e^r with |r| <= ln(2) / 2, the polynomial that of Cephes' expf. Adding 1.5 * 2^23
+// rounds x / ln(2) to n and leaves n in the low bits, from where it moves to the exponent. 0 where the result would be
+// subnormal; NaN stays.
+HWY_INLINE V exp_to_one(V x) {
   const D d;
+  const hn::RebindToSigned<D> di;
+  const V magic = hn::Set(d, 0x1.8p23f);
+  const V shifted = hn::MulAdd(x, hn::Set(d, 1.44269504f), magic), n = hn::Sub(shifted, magic);
+  const V r = hn::NegMulAdd(n, hn::Set(d, -2.12194440e-4f), hn::NegMulAdd(n, hn::Set(d, 0.693359375f), x));
+  V y = hn::MulAdd(hn::Set(d, 1.9875691500e-4f), r, hn::Set(d, 1.3981999507e-3f));
+  y = hn::MulAdd(y, r, hn::Set(d, 8.3334519073e-3f));
+  y = hn::MulAdd(y, r, hn::Set(d, 4.1665795894e-2f));
+  y = hn::MulAdd(y, r, hn::Set(d, 1.6666665459e-1f));
+  y = hn::MulAdd(y, r, hn::Set(d, 5.0000001201e-1f));
+  y = hn::Add(hn::MulAdd(y, hn::Mul(r, r), r), hn::Set(d, 1.0f));
+  y = hn::BitCast(d, hn::Add(hn::BitCast(di, y), hn::ShiftLeft<23>(hn::BitCast(di, shifted))));
+  y = hn::IfThenElse(hn::Lt(x, hn::Set(d, -87.3365f)), hn::Zero(d), y);
+  return hn::IfThenElse(hn::IsNaN(x), x, y);  // whose payload may have got into the exponent
+}
+
+// The rows of the next tile on their way to L2, a few lines between the blocks of this one's products: they lie anywhere
+// in the pool, where no hardware prefetcher finds them, and many at once would stall for want of fill buffers.
+class FetchAhead {
+ public:
+  explicit FetchAhead(const SimdItem& item)
+      : item_(item),
+        element_bytes_(static_cast<int64_t>(dtype_bytes(item.kv_dtype))),
+        row_bytes_(kv_row_elements(item.shape, item.kv_dtype) * element_bytes_) {}
+
+  // Keys [key, end), in about `steps` steps.
+  void start(int key, int end, int steps) {
+    key_ = key;
+    end_ = end;
+    at_ = 0;
+    lines_ = static_cast<int>(ceil_div((end - key) * row_bytes_, int64_t{kLine} * steps));
+  }
+  HWY_INLINE void step() {
+    for (int i = 0; i < lines_ && key_ < end_; ++i) {
+      __builtin_prefetch(static_cast<const char*>(item_.kv) +
+                             item_.pool_rows[key_] * item_.kv_row_stride * element_bytes_ + at_,
+                         0, 2);
+      at_ += kLine;
+      if (at_ < row_bytes_) continue;
+      at_ = 0;
+      ++key_;
+    }
+  }
+
+ private:
+  static constexpr int kLine = 64;  // bytes
+  const SimdItem& item_;
+  int64_t element_bytes_, row_bytes_, at_ = 0;
+  int key_ = 0, end_ = 0, lines_ = 0;
+};
+
+// An operand of the products: row i, term k at p[i * row + k * term].
+struct Strided {
+  const float* p;
+  int64_t row, term;
+  HWY_INLINE Strided from(int i) const { return {p + i * row, row, term}; }
+  template <int MR>
+  HWY_INLINE const Strided& block() const {
+    return *this;
+  }
+  HWY_INLINE float at(int i, int64_t k) const { return p[i * row + k * term]; }
+  HWY_INLINE const float* vectors(int64_t k) const { return p + k * term; }
+};
+
+// One whose rows lie anywhere: row i, term k at rows[i][first + k]. As the right-hand operand, a row is a term.
+struct Gathered {
+  const float* const* rows;
+  int64_t first;
+  HWY_INLINE Gathered from(int i) const { return {rows + i, first}; }
+  template <int MR>
+  struct Block {  // its pointers in registers
+    const float* row[MR];
+    HWY_INLINE float at(int i, int64_t k) const { return row[i][k]; }
+  };
+  template <int MR>
+  HWY_INLINE Block<MR> block() const {
+    Block<MR> b;
+    HWY_UNROLL(16)
+    for (int i = 0; i < MR; ++i) b.row[i] = rows[i] + first;
+    return b;
+  }
+  HWY_INLINE const float* vectors(int64_t k) const { return rows[k] + first; }
+};
+
+// acc[i][v] = sum_k a(i, k) * b(k)[v * kLanes], then `done(i, v, acc)`.
+template <int MR, int NV, class A, class B, class Done>
+HWY_INLINE void micro_kernel(const A& operand, const B& b, int depth, Done done) {
+  const D d;
+  const auto a = operand.template block<MR>();
   V acc[MR][NV];
   HWY_UNROLL(16)
   for (int i = 0; i < MR; ++i) {
     HWY_UNROLL(16)
     for (int v = 0; v < NV; ++v) acc[i][v] = hn::Zero(d);
   }
-  for (int k = 0; k < depth; ++k) {
+  for (int64_t k = 0; k < depth; ++k) {
     V bv[NV];
     HWY_UNROLL(16)
-    for (int v = 0; v < NV; ++v) bv[v] = hn::Load(d, b + v * kLanes);
+    for (int v = 0; v < NV; ++v) bv[v] = hn::LoadU(d, b.vectors(k) + v * kLanes);
     HWY_UNROLL(16)
     for (int i = 0; i < MR; ++i) {
-      const V av = hn::Set(d, a[i * a_row]);
+      const V av = hn::Set(d, a.at(i, k));
       HWY_UNROLL(16)
       for (int v = 0; v < NV; ++v) acc[i][v] = hn::MulAdd(av, bv[v], acc[i][v]);
     }
-    a += a_k;
-    b += ldb;
   }
   HWY_UNROLL(16)
   for (int i = 0; i < MR; ++i) {
@@ -186,11 +272,10 @@ HWY_INLINE void micro_kernel(const float* HWY_RESTRICT a, int64_t a_row, int64_t
 }
 
 // c[i][v] = (fresh ? 0 : c * alpha[i]) + a b, for m rows in blocks of at most kAccs / NV. alpha null: 1.
-template <int MR, int NV, bool kFresh>
-HWY_INLINE void product_block(const float* a, int64_t a_row, int64_t a_k, const float* b, int64_t ldb,
-                              int depth, float* c, int64_t ldc, const float* alpha) {
+template <int MR, int NV, bool kFresh, class A, class B>
+HWY_INLINE void product_block(const A& a, const B& b, int depth, float* c, int64_t ldc, const float* alpha) {
   const D d;
-  micro_kernel<MR, NV>(a, a_row, a_k, b, ldb, depth, [&](int i, int v, V acc) HWY_ATTR {
+  micro_kernel<MR, NV>(a, b, depth, [&](int i, int v, V acc) HWY_ATTR {
     float* to = c + i * ldc + v * kLanes;
     if constexpr (!kFresh)
       acc = alpha ? hn::MulAdd(hn::Load(d, to), hn::Set(d, alpha[i]), acc) : hn::Add(hn::Load(d, to), acc);
@@ -198,17 +283,18 @@ HWY_INLINE void product_block(const float* a, int64_t a_row, int64_t a_k, const 
   });
 }
 
-template <int NV, bool kFresh>
-HWY_NOINLINE void product_rows(int m, const float* a, int64_t a_row, int64_t a_k, const float* b, int64_t ldb,
-                               int depth, float* c, int64_t ldc, const float* alpha) {
+template <int NV, bool kFresh, class A, class B>
+HWY_NOINLINE void product_rows(int m, const A& a, const B& b, int depth, float* c, int64_t ldc,
+                               const float* alpha, FetchAhead& ahead) {
   // More than 8 rows of `a` would need more pointers than there are registers.
   constexpr int kBlock = std::min(8, kAccs / NV);
   int i = 0;
   auto block = [&](auto size) HWY_ATTR {
     constexpr int MR = decltype(size)::value;
-    for (; m - i >= MR; i += MR)
-      product_block<MR, NV, kFresh>(a + i * a_row, a_row, a_k, b, ldb, depth, c + i * ldc, ldc,
-                                    alpha ? alpha + i : nullptr);
+    for (; m - i >= MR; i += MR) {
+      ahead.step();
+      product_block<MR, NV, kFresh>(a.from(i), b, depth, c + i * ldc, ldc, alpha ? alpha + i : nullptr);
+    }
   };
   block(std::integral_constant<int, kBlock>{});
   if constexpr (kBlock > 6) block(std::integral_constant<int, 6>{});
@@ -218,18 +304,18 @@ HWY_NOINLINE void product_rows(int m, const float* a, int64_t a_row, int64_t a_k
 }
 
 // One panel of `vecs` vectors.
-template <bool kFresh>
-void product(int vecs, int m, const float* a, int64_t a_row, int64_t a_k, const float* b, int64_t ldb,
-             int depth, float* c, int64_t ldc, const float* alpha) {
+template <bool kFresh, class A, class B>
+void product(int vecs, int m, const A& a, const B& b, int depth, float* c, int64_t ldc, const float* alpha,
+             FetchAhead& ahead) {
   switch (vecs) {
     case 1:
-      return product_rows<1, kFresh>(m, a, a_row, a_k, b, ldb, depth, c, ldc, alpha);
+      return product_rows<1, kFresh>(m, a, b, depth, c, ldc, alpha, ahead);
     case 2:
-      return product_rows<2, kFresh>(m, a, a_row, a_k, b, ldb, depth, c, ldc, alpha);
+      return product_rows<2, kFresh>(m, a, b, depth, c, ldc, alpha, ahead);
   }
   if constexpr (kVecs == 4) {
-    if (vecs == 3) product_rows<3, kFresh>(m, a, a_row, a_k, b, ldb, depth, c, ldc, alpha);
-    if (vecs == 4) product_rows<4, kFresh>(m, a, a_row, a_k, b, ldb, depth, c, ldc, alpha);
+    if (vecs == 3) product_rows<3, kFresh>(m, a, b, depth, c, ldc, alpha, ahead);
+    if (vecs == 4) product_rows<4, kFresh>(m, a, b, depth, c, ldc, alpha, ahead);
   }
 }
 
@@ -247,6 +333,9 @@ struct Worker {
   int rows, d_v, d_qk;
   int odd[kSimdKeys];  // keys of the tile that hold NaN or infinity and that only some rows see
   int num_odd = 0;
+  FetchAhead ahead;
+  bool direct;                     // are the tile's rows read where they lie?
+  const float* floats[kSimdKeys];  // the tile's rows
 
   // With dot products, in the place of the tile (but for its last two rows, used as float32 rows):
   bool dot;
@@ -269,6 +358,8 @@ struct Worker {
         rows(it.row_end - it.row_begin),
         d_v(it.shape.d_v),
         d_qk(it.shape.d_qk()),
+        ahead(it),
+        direct(in_place()),
         dot(use_dot),
         values(reinterpret_cast<uint32_t*>(tile)),
         weights(reinterpret_cast<uint32_t*>(s + lay.weights)),
@@ -363,20 +454,51 @@ struct Worker {
   HWY_INLINE bool finite(const float* r) const {
     const D d;
     auto bad = hn::Zero(d);  // x * 0 is NaN for NaN and infinity; r is zero past d_qk
-    for (int k = 0; k < d_qk; k += kLanes) bad = hn::MulAdd(hn::Load(d, r + k), hn::Zero(d), bad);
+    for (int k = 0; k < d_qk; k += kLanes) bad = hn::MulAdd(hn::LoadU(d, r + k), hn::Zero(d), bad);
     return hn::AllFalse(d, hn::IsNaN(bad));
   }
 
-  // Keys [key, key + n) into the tile.
+  // Steps of FetchAhead that a whole tile's products take.
+  int steps_of_tile() const {
+    int steps = 0;
+    for (int g = 0; g * kSimdRows < rows; ++g) {
+      if (dot) {
+        steps += ceil_div(d_v, kBf16DotPanel);
+        continue;
+      }
+      const int m = group_rows(g), vecs = ceil_div(m, kLanes);
+      const auto block_rows = [](int v) { return std::min(8, kAccs / std::min(v, kVecs)); };
+      steps += few(g)
+                   ? kSimdKeys / kFewKeys
+                   : ceil_div(vecs, kVecs) * ceil_div(kSimdKeys, block_rows(vecs)) * ceil_div(d_qk, kDepth);
+      steps += ceil_div(d_v, kPanel) * ceil_div(m, block_rows(kVecs));
+    }
+    return steps;
+  }
+
+  // Can the products read cached rows where they lie? Their vectors must be whole and not straddle cache lines.
+  bool in_place() const {
+    const auto whole = [](int64_t n) { return n % kLanes == 0; };
+    return item.kv_dtype == DType::kF32 && whole(d_v) && whole(d_qk) && whole(item.kv_row_stride) &&
+           reinterpret_cast<uintptr_t>(item.kv) % (sizeof(float) * kLanes) == 0;
+  }
+
+  // Keys [key, key + n) as float32 rows.
   HWY_INLINE void load_tile(int key, int n) {
     num_odd = 0;
     for (int j = 0; j < n; ++j) {
       float* to = tile + j * layout.tile_ld;
-      load_key(key + j, to);
+      if (direct) {
+        floats[j] = static_cast<const float*>(cached_row(key + j));
+      } else {
+        load_key(key + j, to);
+        floats[j] = to;
+      }
       // A tree row may be hidden from some rows, and 0 * NaN must not reach those: such a key is taken out of
       // the products.
-      if (key + j >= item.prefix_len && !finite(to)) {
+      if (key + j >= item.prefix_len && !finite(floats[j])) {
         std::memset(to, 0, sizeof(float) * d_qk);
+        floats[j] = to;
         odd[num_odd++] = j;
       }
     }
@@ -399,7 +521,7 @@ struct Worker {
 
   // Scores of few rows: kFewKeys keys times RR rows, their columns along the vectors.
   template <int RR>
-  HWY_INLINE void score_few_rows(const float* HWY_RESTRICT qr, const float* HWY_RESTRICT key,
+  HWY_INLINE void score_few_rows(const float* HWY_RESTRICT qr, const float* const* key,
                                  float* HWY_RESTRICT to) {
     const D d;
     V sum_of[kFewKeys][RR];
@@ -414,7 +536,7 @@ struct Worker {
       for (int r = 0; r < RR; ++r) qv[r] = hn::Load(d, qr + r * d_qk + k);
       HWY_UNROLL(16)
       for (int i = 0; i < kFewKeys; ++i) {
-        const V kv = hn::Load(d, key + i * layout.tile_ld + k);
+        const V kv = hn::LoadU(d, key[i] + k);
         HWY_UNROLL(16)
         for (int r = 0; r < RR; ++r) sum_of[i][r] = hn::MulAdd(kv, qv[r], sum_of[i][r]);
       }
@@ -433,11 +555,13 @@ struct Worker {
       for (int r = 0; r < m; ++r) q_rows[r] = static_cast<const uint16_t*>(query(g * kSimdRows + r));
       return bf16_dot_score_few(keys, n_keys, q_rows, m, d_qk, scores);
     }
-    // Past n_keys lie rows of numbers, and scores that mask() hides. A block of keys meets all rows while it is in L1.
+    // A block of keys meets all rows while it is in L1. Scores past n_keys are not looked at.
     for (int j = 0; j < n_keys; j += kFewKeys) {
-      const float* key = tile + j * layout.tile_ld;
+      const float* key[kFewKeys];
+      for (int i = 0; i < kFewKeys; ++i) key[i] = floats[std::min(j + i, n_keys - 1)];
       float* to = scores + j * kSimdRows;
       int r = 0;
+      ahead.step();
       for (; r + 4 <= m; r += 4) score_few_rows<4>(group_q(g) + r * d_qk, key, to + r);
       for (; r < m; ++r) score_few_rows<1>(group_q(g) + r * d_qk, key, to + r);
     }
@@ -455,11 +579,12 @@ struct Worker {
         const float* panel = qt + v / kVecs * d_qk * kPanel + k * kPanel;
         float* to = scores + v * kLanes;
         const int n = std::min(kVecs, vecs - v);
+        const Gathered left{floats, k};
+        const Strided right{panel, 1, kPanel};
         if (k == 0)
-          product<true>(n, n_keys, tile, layout.tile_ld, 1, panel, kPanel, depth, to, kSimdRows, nullptr);
+          product<true>(n, n_keys, left, right, depth, to, kSimdRows, nullptr, ahead);
         else
-          product<false>(n, n_keys, tile + k, layout.tile_ld, 1, panel, kPanel, depth, to, kSimdRows,
-                         nullptr);
+          product<false>(n, n_keys, left, right, depth, to, kSimdRows, nullptr, ahead);
       }
     }
   }
@@ -468,7 +593,7 @@ struct Worker {
   HWY_INLINE void mask(int g, int key, int n) {
     constexpr float kHidden = -std::numeric_limits<float>::infinity();
     const int count = group_rows(g);
-    for (int j = n; j < kSimdKeys; ++j) std::fill_n(scores + j * kSimdRows, kSimdRows, kHidden);
+    if (n % 2 != 0) std::fill_n(scores + n * kSimdRows, kSimdRows, kHidden);
     for (int j = std::max(0, item.prefix_len - key); j < n; ++j)
       for (int r = 0; r < count; ++r)
         if (!sees(g * kSimdRows + r, key + j)) scores[j * kSimdRows + r] = kHidden;
@@ -476,7 +601,7 @@ struct Worker {
   }
 
   // Online softmax: m, l and alpha of the group, P^T over S^T.
-  HWY_INLINE void softmax(int g, bool first) {
+  HWY_INLINE void softmax(int g, int n, bool first) {
     const D d;
     const V scale = hn::Set(d, item.score_scale), none = hn::Set(d, -std::numeric_limits<float>::infinity());
     for (int v = 0; v < group_rows(g); v += kLanes) {
@@ -484,21 +609,20 @@ struct Worker {
       float* m_at = max + g * kSimdRows + v;
       float* l_at = sum + g * kSimdRows + v;
       V top = hn::Load(d, s);
-      for (int j = 1; j < kSimdKeys; ++j) top = hn::Max(top, hn::Load(d, s + j * kSimdRows));
+      for (int j = 1; j < n; ++j) top = hn::Max(top, hn::Load(d, s + j * kSimdRows));
       const V m_old = first ? none : hn::Load(d, m_at);
       const V m = hn::Max(m_old, hn::Mul(top, scale));
       // All keys hidden so far: subtract 0 instead of -inf, every weight is exp(-inf) = 0.
       const V base = hn::IfThenElse(hn::Eq(m, none), hn::Zero(d), m);
       V l = hn::Zero(d);
-      for (int j = 0; j < kSimdKeys; ++j) {
+      for (int j = 0; j < n; ++j) {
         const V x = hn::MulSub(hn::Load(d, s + j * kSimdRows), scale, base);
-        // Exp flushes everything below its range to 0, NaN too, which must survive.
-        const V p = hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(d, x));
+        const V p = exp_to_one(x);
         l = hn::Add(l, p);
         hn::Store(p, d, s + j * kSimdRows);
       }
       const V shrink = hn::Sub(m_old, base);
-      const V a = hn::IfThenElse(hn::IsNaN(shrink), shrink, hn::Exp(d, shrink));
+      const V a = exp_to_one(shrink);
       hn::Store(a, d, alpha + v);
       hn::Store(m, d, m_at);
       hn::Store(first ? l : hn::MulAdd(hn::Load(d, l_at), a, l), d, l_at);
@@ -511,16 +635,22 @@ struct Worker {
     if (dot) {
       const int n = round_up(n_keys, 2);
       bf16_dot_pack_p(scores, n, m, weights);
-      return bf16_dot_accumulate(weights, values, n, m, d_v, first ? nullptr : alpha, o, layout.out_ld);
+      for (int c = 0; c < d_v; c += kBf16DotPanel) {
+        bf16_dot_accumulate(weights, values + c * (kSimdKeys / 2), n, m, std::min(kBf16DotPanel, d_v - c),
+                            first ? nullptr : alpha, o + c, layout.out_ld);
+        ahead.step();
+      }
+      return;
     }
     for (int v = 0; v < vecs; v += kVecs) {
       const int n = std::min(kVecs, vecs - v);
-      const float* panel = tile + v * kLanes;
       float* to = o + v * kLanes;
+      const Strided left{scores, 1, kSimdRows};
+      const Gathered right{floats, v * kLanes};
       if (first)
-        product<true>(n, m, scores, 1, kSimdRows, panel, layout.tile_ld, n_keys, to, layout.out_ld, nullptr);
+        product<true>(n, m, left, right, n_keys, to, layout.out_ld, nullptr, ahead);
       else
-        product<false>(n, m, scores, 1, kSimdRows, panel, layout.tile_ld, n_keys, to, layout.out_ld, alpha);
+        product<false>(n, m, left, right, n_keys, to, layout.out_ld, alpha, ahead);
     }
   }
 
@@ -575,6 +705,7 @@ struct Worker {
     // The micro-kernel reads whole vectors: columns past d_qk must be numbers.
     std::memset(tile, 0, sizeof(float) * (kSimdKeys + 1) * layout.tile_ld);
     const int groups = ceil_div(rows, kSimdRows);
+    const int steps = steps_of_tile();
     for (int key = item.key_begin; key < item.key_end; key += kSimdKeys) {
       const int n = std::min(kSimdKeys, item.key_end - key);
       const bool first = key == item.key_begin;
@@ -582,10 +713,11 @@ struct Worker {
         load_dot_tile(key, n);
       else
         load_tile(key, n);
+      ahead.start(key + n, std::min(key + n + kSimdKeys, item.key_end), steps);
       for (int g = 0; g < groups; ++g) {
         score(g, n);
-        if (n < kSimdKeys || key + n > item.prefix_len) mask(g, key, n);
-        softmax(g, first);
+        if (n % 2 != 0 || key + n > item.prefix_len) mask(g, key, n);
+        softmax(g, round_up(n, 2), first);
         accumulate(g, n, first);
       }
       for (int o = 0; o < num_odd; ++o) add_odd_key(key + odd[o]);
