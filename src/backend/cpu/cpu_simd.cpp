@@ -151,6 +151,7 @@ class CpuSimd : public Backend {
       item.out = parts + row * p.shape.d_v;
       item.out_dtype = DType::kF32;
       item.lse = part_lse + row;
+      item.partial = true;
     } else {
       const int64_t row = output_row(plan, p, w.request, w.row_begin);
       item.out = output_at(p, o, row);

@@ -665,11 +665,15 @@ struct Worker {
       for (int k = 0; k < d_qk; ++k)
         product += static_cast<double>(load_element(q_row, item.q_dtype, k)) * kv[k];
       const float s = static_cast<float>(product * item.score_scale);
-      if (s == -std::numeric_limits<float>::infinity() && max[r] == s)
-        continue;  // still no key with a weight
+      float* o = acc + static_cast<int64_t>(r) * layout.out_ld;
+      if (s == -std::numeric_limits<float>::infinity() && max[r] == s) {
+        // Still no key with a weight. If one comes, here or in another split, this key's weight is 0: 0 * inf is NaN.
+        for (int k = 0; k < d_v; ++k)
+          if (!std::isfinite(kv[k])) o[k] = std::numeric_limits<float>::quiet_NaN();
+        continue;
+      }
       const float m = std::max(max[r], s);
       const float a = std::exp(max[r] - m), p = std::exp(s - m);
-      float* o = acc + static_cast<int64_t>(r) * layout.out_ld;
       for (int k = 0; k < d_v; ++k) o[k] = o[k] * a + p * kv[k];
       sum[r] = sum[r] * a + p;
       max[r] = m;
@@ -684,8 +688,9 @@ struct Worker {
       const bool none = l == 0;  // no visible key, or none with a weight
       const V scale = hn::Set(d, none ? 0.0f : item.value_scale / l);
       const float* o = acc + static_cast<int64_t>(r) * layout.out_ld;
+      // Nothing is 0, but a partial keeps its NaN for the merge with keys that have a weight.
       for (int k = 0; k < d_v; k += kLanes)
-        hn::Store(none ? hn::Zero(d) : hn::Mul(hn::Load(d, o + k), scale), d, row + k);
+        hn::Store(none && !item.partial ? hn::Zero(d) : hn::Mul(hn::Load(d, o + k), scale), d, row + k);
       narrow_row(row, d_v, item.out_dtype, static_cast<char*>(item.out) + r * out_bytes);
       if (item.lse)
         item.lse[r] = none ? -std::numeric_limits<float>::infinity()
@@ -750,6 +755,12 @@ void combine(const float* parts, const float* part_lse, const int* slots, int co
       const float* part = parts + (static_cast<int64_t>(slots[j]) * rows_per_slot + r) * d_v;
       for (int k = 0; k < d_v; ++k) scratch[k] = first ? w * part[k] : scratch[k] + w * part[k];
       first = false;
+    }
+    for (int j = 0; j < count && !first; ++j) {  // a partial without a weight: zeros, or NaN of 0 * infinity
+      if (lse_of(j) != kNone) continue;
+      const float* part = parts + (static_cast<int64_t>(slots[j]) * rows_per_slot + r) * d_v;
+      for (int k = 0; k < d_v; ++k)
+        if (std::isnan(part[k])) scratch[k] = part[k];
     }
     narrow_row(scratch, d_v, out_dtype,
                static_cast<char*>(out) + r * static_cast<int64_t>(d_v) * dtype_bytes(out_dtype));

@@ -46,6 +46,7 @@ struct SimdItem {
   void* out = nullptr;
   DType out_dtype = DType::kF32;
   float* lse = nullptr;
+  bool partial = false;  // out and lse go to simd_combine()
 };
 
 // `scratch` holds SimdScratch::floats floats, aligned to 64 bytes.
