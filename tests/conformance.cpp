@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include "api/expected.hpp"
+#include "backend/cpu/simd_kernel.hpp"
 #include "core/convert.hpp"
 #include "core/kv_row.hpp"
 #include "core/lookup.hpp"
@@ -273,6 +274,11 @@ std::vector<float> Instance::out() const {
 
 Precision precision_of(DType dtype) {
   return dtype == DType::kF32 ? Precision::kF32 : dtype == DType::kF16 ? Precision::kF16 : Precision::kBF16;
+}
+
+Precision host_arithmetic(const std::string& backend, const VerifyProblem& p) {
+  return backend == "cpu_simd" && simd_uses_dot(p.shape, p.q.dtype, p.kv.dtype) ? Precision::kBF16
+                                                                                : Precision::kF32;
 }
 
 Comparison Instance::judge(Precision arithmetic) const {

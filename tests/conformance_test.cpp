@@ -27,7 +27,7 @@ TEST_P(Conformance, MatchesTheOracleTwice) {
   RunOptions options = param.options;
   options.backend = backend;
   verify(instance.problem(), instance.output(), options);
-  const Comparison c = instance.judge();
+  const Comparison c = instance.judge(host_arithmetic(backend, instance.problem()));
   EXPECT_TRUE(c.ok) << c.failure;
 
   const std::vector<unsigned char> first = instance.raw_out();
@@ -59,7 +59,7 @@ TEST(RecordedCases, EveryHostBackendPasses) {
       for (DType out : {DType::kF32, DType::kBF16}) {
         Instance instance(c, {.out_dtype = out});
         verify(instance.problem(), instance.output(), {.backend = backend});
-        const Comparison result = instance.judge();
+        const Comparison result = instance.judge(host_arithmetic(backend, instance.problem()));
         EXPECT_TRUE(result.ok) << entry.path() << " " << backend << ": " << result.failure;
       }
     }

@@ -208,27 +208,31 @@ TEST(Trees, RowWithoutAnyKeyGivesZeroAndMinusInfinity) {
   }
 }
 
-// NaN or infinity in one tree row reaches the nodes that see it and no others.
+// NaN or infinity in one tree row reaches the nodes that see it and no others, also where it is a split's only key of a
+// node: split at 128, node 28 and later.
 TEST(Trees, GarbageInAHiddenTreeRowStaysThere) {
   const float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
   const int n = 33;
   Loose clean(make({{100, n}, {5, 4}}));
-  for (int bad : {1, 5, 32}) {
-    for (auto [column, value] :
-         std::vector<std::pair<int, float>>{{0, nan}, {511, nan}, {575, nan}, {3, inf}, {570, -inf}}) {
-      Loose l = clean;
-      l.kv[static_cast<int64_t>(l.entries[100 + bad]) * l.shape.d_qk() + column] = value;
-      const Result expected = run(l.problem(), {.backend = "cpu_oracle"}),
-                   r = run(l.problem(), {.backend = "cpu_simd"});
-      const Comparison c = compare(l.shape, n + 4, r.out.data(), expected.out.data(), r.lse.data(),
-                                   expected.lse.data(), Precision::kF32);
-      EXPECT_TRUE(c.ok) << "node " << bad << " column " << column << " = " << value << ": " << c.failure;
-      const Result before = run(clean.problem());
-      for (int i = 0; i < n; ++i) {
-        const std::vector<int> path = path_to(l.parents, i);
-        if (std::find(path.begin(), path.end(), bad) != path.end()) continue;
-        EXPECT_TRUE(same_bits(before.node(l, i), r.node(l, i)))
-            << "node " << i << " does not see node " << bad;
+  for (const RunOptions& options :
+       {RunOptions{.backend = "cpu_simd"},
+        RunOptions{.backend = "cpu_simd", .batch_invariant = true, .split_keys = 64}}) {
+    for (int bad : {1, 5, 32}) {
+      for (auto [column, value] :
+           std::vector<std::pair<int, float>>{{0, nan}, {511, nan}, {575, nan}, {3, inf}, {570, -inf}}) {
+        Loose l = clean;
+        l.kv[static_cast<int64_t>(l.entries[100 + bad]) * l.shape.d_qk() + column] = value;
+        const Result expected = run(l.problem(), {.backend = "cpu_oracle"}), r = run(l.problem(), options);
+        const Comparison c = compare(l.shape, n + 4, r.out.data(), expected.out.data(), r.lse.data(),
+                                     expected.lse.data(), Precision::kF32);
+        EXPECT_TRUE(c.ok) << "node " << bad << " column " << column << " = " << value << ": " << c.failure;
+        const Result before = run(clean.problem(), options);
+        for (int i = 0; i < n; ++i) {
+          const std::vector<int> path = path_to(l.parents, i);
+          if (std::find(path.begin(), path.end(), bad) != path.end()) continue;
+          EXPECT_TRUE(same_bits(before.node(l, i), r.node(l, i)))
+              << "node " << i << " does not see node " << bad;
+        }
       }
     }
   }

@@ -1,10 +1,14 @@
 // cpu_simd on every instruction set that this CPU has, not only on its best.
 
+#include <cmath>
+#include <limits>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "backend/cpu/simd_kernel.hpp"
 #include "conformance.hpp"
+#include "core/lookup.hpp"
 
 namespace treemla::test {
 namespace {
@@ -33,8 +37,57 @@ TEST_P(SimdTarget, MatchesTheOracle) {
     RunOptions options = param.options;
     options.backend = "cpu_simd";
     verify(instance.problem(), instance.output(), options);
-    const Comparison c = instance.judge();
+    const Comparison c = instance.judge(host_arithmetic("cpu_simd", instance.problem()));
     EXPECT_TRUE(c.ok) << param << ": " << c.failure;
+  }
+}
+
+// float32 rows that lie on whole vectors are read in place, others through a copy: the same bits, and a row of NaN
+// reaches the nodes that see it and no others either way.
+TEST_P(SimdTarget, WhereFloat32RowsLieChangesNoBit) {
+  for (const MlaShape& shape : {MlaShape{1, 512, 64}, MlaShape{8, 512, 64}, MlaShape{20, 64, 32}}) {
+    for (int prefix : {0, 1, 63, 130}) {
+      CaseSpec spec;
+      spec.requests = {{prefix, 5}};
+      spec.shape = shape;
+      spec.seed = 23 + prefix;
+      spec.q_dtype = spec.kv_dtype = DType::kF32;
+      const Case c = generate_case(spec);
+      VerifyProblem p = c.problem();
+      const int64_t d_qk = shape.d_qk(), rows = p.kv.num_pages * p.kv.page_size;
+      const float nan = std::numeric_limits<float>::quiet_NaN();
+      std::vector<float> kv(static_cast<const float*>(p.kv.data),
+                            static_cast<const float*>(p.kv.data) + rows * d_qk);
+      const int64_t hidden = pool_row(p.pages, p.kv.page_size, page_base(p.pages, 0), prefix + 4);
+      std::fill_n(kv.begin() + hidden * d_qk, d_qk, nan);
+
+      // Rows from `shift` floats past a cache line on, with NaN between and around them.
+      const auto run = [&](int shift, int stride, const char* backend) {
+        std::vector<float> room(rows * stride + shift + 16, nan);
+        float* at = room.data();
+        while (reinterpret_cast<uintptr_t>(at) % 64 != 0) ++at;
+        at += shift;
+        for (int64_t r = 0; r < rows; ++r) std::copy_n(kv.data() + r * d_qk, d_qk, at + r * stride);
+        p.kv.data = at;
+        p.kv.row_stride = stride;
+        std::vector<float> out(p.q.total_q * shape.h_q * shape.d_v, nan);
+        verify(p, {out.data(), DType::kF32, nullptr}, {.backend = backend, .num_threads = 1});
+        return out;
+      };
+      const int wide = static_cast<int>(d_qk) + 16;
+      const std::vector<float> in_place = run(0, d_qk, "cpu_simd"), expected = run(0, d_qk, "cpu_oracle");
+      EXPECT_TRUE(same_bits(in_place, run(0, wide, "cpu_simd"))) << shape.h_q << " heads, prefix " << prefix;
+      EXPECT_TRUE(same_bits(in_place, run(1, d_qk, "cpu_simd"))) << shape.h_q << " heads, prefix " << prefix;
+      EXPECT_TRUE(same_bits(in_place, run(3, wide + 1, "cpu_simd")))
+          << shape.h_q << " heads, prefix " << prefix;
+      for (std::size_t i = 0; i < expected.size(); ++i) {
+        ASSERT_EQ(std::isnan(in_place[i]), std::isnan(expected[i])) << "element " << i;
+        if (!std::isnan(expected[i])) {
+          ASSERT_NEAR(in_place[i], expected[i], 3e-5 * std::max(1.0f, std::abs(expected[i])))
+              << "element " << i;
+        }
+      }
+    }
   }
 }
 

@@ -620,7 +620,7 @@ class Bench(CliTest):
         self.assertEqual(len(rows), 16)
         self.assertEqual({row[-1] for row in rows}, {"yes"})
         self.assertEqual({row[0] for row in rows}, {"cpu_simd", "cpu_oracle"})
-        self.assertRegex(self.result.stdout, r"ceilings +float32 FMA [\d.]+ GFLOP/s, read [\d.]+ GB/s")
+        self.assertRegex(self.result.stdout, r"ceilings +float32 FMA [\d.]+ GFLOP/s, (bf16 dot [\d.]+ GFLOP/s, )?read [\d.]+ GB/s")
         self.assertRegex(self.result.stdout, r"\n16 rows in ")
 
     def test_csv(self):
@@ -638,6 +638,8 @@ class Bench(CliTest):
             self.assertGreater(float(row["gb_per_s"]), 0)
             self.assertGreater(float(row["of_read"]), 0)
             self.assertGreater(float(row["of_fma"]), 0)
+            if row["of_dot"]:  # a CPU with bf16 dot products, a bf16 cache
+                self.assertGreater(float(row["of_dot"]), 0)
             self.assertEqual(row["checked"], "yes")
             self.assertRegex(row["date"], r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$")
             self.assertTrue(row["device"] and row["revision"])
@@ -648,6 +650,7 @@ class Bench(CliTest):
     def test_json(self):
         report = json.loads(self.json_text)
         self.assertGreater(report["ceilings"]["fma_flops_per_s"], 1e8)
+        self.assertIn("dot_flops_per_s", report["ceilings"])
         self.assertGreater(report["ceilings"]["read_bytes_per_s"], 1e7)
         self.assertIn("--s_q 3", report["command"])
         for key in ("treemla", "revision", "date", "devices", "system", "compiler", "memory_bytes", "threads"):

@@ -29,7 +29,7 @@ struct BenchRow {
 
 // What all rows share.
 struct BenchContext {
-  std::string command, revision, date;
+  std::string command, revision, date, clock = "wall";
   std::vector<std::string> devices;
   int threads = 1;
   // Of the CPU; zero where only other devices are measured.

@@ -1,5 +1,7 @@
 #include "bench_timer.hpp"
 
+#include <time.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -22,6 +24,18 @@ double seconds_of(const std::function<void()>& run) {
   const auto begin = std::chrono::steady_clock::now();
   run();
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+double thread_seconds() {
+  timespec t{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+}
+
+double thread_seconds_of(const std::function<void()>& run) {
+  const double begin = thread_seconds();
+  run();
+  return thread_seconds() - begin;
 }
 
 // Nearest rank.
@@ -72,7 +86,7 @@ void CacheFlusher::flush() {
   });
 }
 
-Timing measure(const std::function<void()>& run, CacheFlusher& flusher, double seconds,
+Timing measure(const std::function<void()>& run, CacheFlusher& flusher, double seconds, bool thread_time,
                const std::function<void(double part)>& tick) {
   using Clock = std::chrono::steady_clock;
   tick(0);
@@ -86,7 +100,7 @@ Timing measure(const std::function<void()>& run, CacheFlusher& flusher, double s
            (spent() < seconds / 2 && static_cast<int>(samples.size()) < kMaxSamples)) {
       tick((cold ? 0.5 : 0) + std::min(0.5, spent() / seconds));
       if (cold) flusher.flush();
-      samples.push_back(seconds_of(run));
+      samples.push_back(thread_time ? thread_seconds_of(run) : seconds_of(run));
     }
     return samples;
   };

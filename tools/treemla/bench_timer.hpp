@@ -31,9 +31,10 @@ struct Timing {
   int warm_samples = 0, cold_samples = 0;
 };
 
-// Half of `seconds` for each column, but at least three samples, or one where a single run takes longer than
+// With thread_time a sample is the processor time of the calling thread: what one thread takes on a machine that others
+// use too. Half of `seconds` for each column, but at least three samples, or one where a single run takes longer than
 // that. `tick` is called between samples and may show progress.
-Timing measure(const std::function<void()>& run, CacheFlusher& flusher, double seconds,
+Timing measure(const std::function<void()>& run, CacheFlusher& flusher, double seconds, bool thread_time,
                const std::function<void(double part)>& tick);
 
 // The same for what `enqueue` puts on a stream of a device. Its memory space replays a graph and flushes its

@@ -13,6 +13,7 @@
 
 #include "api/hosted.hpp"
 #include "backend/backend.hpp"
+#include "backend/cpu/simd_kernel.hpp"
 #include "bench_input.hpp"
 #include "bench_report.hpp"
 #include "bench_timer.hpp"
@@ -40,7 +41,8 @@ const Grid kDefaultGrid = {{1}, {1, 9, 33}, {8, 64}, {256, 4096, 16384}};
 const Grid kPeersGrid = {{1, 8}, {1, 9, 33}, {8, 16, 64, 128}, {256, 1024, 4096, 16384, 65536}};
 
 struct BenchOptions {
-  std::string grid_name = "default", mask = "tree", tree = "random", csv, json, command_line;
+  std::string grid_name = "default", mask = "tree", tree = "random", csv, json, simd, clock = "wall",
+              command_line;
   Grid grid = kDefaultGrid;
   List page_size = {1};
   std::vector<std::string> dtype = {"bf16"}, backend = {"best"};
@@ -169,6 +171,7 @@ class Bench {
     context.revision = revision();
     context.date = utc_now();
     context.threads = threads_;
+    context.clock = o_.clock;
     for (const Contestant& c : contestants_) {
       if (!c.unavailable.empty()) continue;
       const std::string device = device_name(c);
@@ -268,7 +271,7 @@ class Bench {
       row.backend = verifier.backend();
       const auto run_once = [&] { verifier.run(there.problem(), output.output()); };
       if (c.on_cpu()) {
-        row.timing = measure(run_once, *flusher_, o_.seconds, [&](double part) {
+        row.timing = measure(run_once, *flusher_, o_.seconds, o_.clock == "cpu", [&](double part) {
           progress_.show((done_ + part * weight(row)) / total_, label);
         });
       } else {
@@ -335,17 +338,23 @@ Run add_bench(CLI::App& app, const std::string& command_line) {
   add_mask(*cmd, o->mask);
   add_tree(*cmd, o->tree);
   add_threads(*cmd, o->threads);
+  add_choice(*cmd, "--simd", o->simd, simd_targets(), "instructions of cpu_simd");
+  CLI::Option* clock =
+      add_choice(*cmd, "--clock", o->clock, {"wall", "cpu"}, "or processor time, of one thread");
   add_real(*cmd, "--seconds", o->seconds, 0.001, 3600, "time a row, more if three runs take longer");
   add_file(*cmd, "--csv", o->csv, "also write the rows to FILE");
   add_file(*cmd, "--json", o->json, "also write rows, ceilings and the facts of this machine to FILE");
   cmd->footer(
       "Every row plans once and times run(): warm back to back, cold after reading a buffer of twice the "
       "last-level\n"
-      "cache, capped at 256 MiB. noise is (p90 - p10) / median. Ceilings are measured first: float32 FMA "
-      "rate and\n"
-      "memory read rate of all the threads. checked: outputs free of NaN, and one head of one request "
-      "compared with\n"
-      "the float64 oracle (`no`: too large to compare). Rows that do not fit in memory are n/a.\n"
+      "cache, capped at 256 MiB. noise is (p90 - p10) / median. --clock cpu counts the processor time of the "
+      "one thread,\n"
+      "for machines that others use too. Ceilings are measured first: float32 FMA rate and memory read rate "
+      "of all the\n"
+      "threads, and bf16 dot products where the CPU has them. checked: outputs free of NaN, and one head of "
+      "one request\n"
+      "compared with the float64 oracle (`no`: too large to compare). Rows that do not fit in memory are "
+      "n/a.\n"
       "--grid peers is " +
       fmt::format("--b {} --s_q {} --h_q {} --prefix {}.\n\n", fmt::join(kPeersGrid.b, ","),
                   fmt::join(kPeersGrid.s_q, ","), fmt::join(kPeersGrid.h_q, ","),
@@ -353,13 +362,16 @@ Run add_bench(CLI::App& app, const std::string& command_line) {
       footer(
           {"treemla bench", "treemla bench --h_q 64 --s_q 9 --prefix 4096 --dtype bf16,fp32 --csv rows.csv"},
           "a row's output was wrong"));
-  return [o, grid, b, s_q, h_q, prefix] {
+  return [o, grid, clock, b, s_q, h_q, prefix] {
     if (grid->count() > 0 && o->grid_name == "peers") {
       if (b->count() == 0) o->grid.b = kPeersGrid.b;
       if (s_q->count() == 0) o->grid.s_q = kPeersGrid.s_q;
       if (h_q->count() == 0) o->grid.h_q = kPeersGrid.h_q;
       if (prefix->count() == 0) o->grid.prefix = kPeersGrid.prefix;
     }
+    if (clock->count() > 0 && o->clock == "cpu" && o->threads != 1)
+      throw Error(ErrorCode::kInvalidArgument, "clock", "--clock cpu: works with --threads 1 only");
+    simd_force_target(o->simd);
     return Bench(*o).run();
   };
 }

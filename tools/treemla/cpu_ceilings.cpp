@@ -1,8 +1,9 @@
-// Two loops, compiled for every instruction set by Highway and chosen at run time like the kernels' own.
+// Loops, compiled for every instruction set by Highway and chosen at run time like the kernels' own.
 //
 //   FMA    12 independent chains of acc = acc * x + y in registers: two FMA ports with a latency of 4 or 5
 //   cycles
 //          need 8 to 10 in flight, and 12 with two operands still fit the 16 registers of AVX2
+//   dot    bf16 dot products: dot_ceiling.cpp
 //   read   4 vectors a step summed over a slice of the buffer, in address order: the hardware prefetchers do
 //   the rest
 
@@ -78,6 +79,8 @@ HWY_AFTER_NAMESPACE();
 #include <thread>
 #include <vector>
 
+#include "backend/cpu/bf16_dot.hpp"
+#include "dot_ceiling.hpp"
 #include "host.hpp"
 
 namespace treemla::cli {
@@ -123,11 +126,13 @@ struct alignas(128) Sink {
   float value = 0;
 };
 
-double fma_flops_per_s(int threads) {
+// Of a loop that takes a number of steps and a sink, and returns the operations it did.
+template <class Loop>
+double loop_flops_per_s(int threads, Loop run) {
   std::vector<Sink> sinks(threads);
   std::vector<double> flops(threads);
   int steps = 1 << 20;
-  const auto loop = [&](int t, int) { flops[t] = HWY_DYNAMIC_DISPATCH(fma_loop)(steps, &sinks[t].value); };
+  const auto loop = [&](int t, int) { flops[t] = run(steps, &sinks[t].value); };
   // The first runs wake the vector units up and set the length of the others, about 2 ms.
   steps = static_cast<int>(std::clamp(steps * 0.002 / best_seconds(threads, 10, loop), 1024.0, 1e9));
   const double seconds = best_seconds(threads, 300, loop);
@@ -159,7 +164,9 @@ double read_bytes_per_s(int threads, double buffer_bytes) {
 CpuCeilings measure_cpu_ceilings(int threads) {
   CpuCeilings c;
   c.threads = threads;
-  c.fma_flops_per_s = fma_flops_per_s(threads);
+  c.fma_flops_per_s = loop_flops_per_s(
+      threads, [](int steps, float* sink) { return HWY_DYNAMIC_DISPATCH(fma_loop)(steps, sink); });
+  if (bf16_dot_available()) c.dot_flops_per_s = loop_flops_per_s(threads, dot_loop);
   const double wanted = std::max(kBufferBytes, 4.0 * static_cast<double>(last_level_cache_bytes()));
   c.buffer_bytes = std::min(wanted, static_cast<double>(memory_available_bytes()) / 4);
   c.read_bytes_per_s = read_bytes_per_s(threads, c.buffer_bytes);

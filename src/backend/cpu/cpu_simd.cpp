@@ -2,7 +2,8 @@
 // the kernel of simd_kernel.cpp on each work item, then merges the partials.
 //
 // Inputs fp32, bf16, fp16, e4m3, widened exactly, and e4m3_packed, whose latents are rounded once to float32;
-// every product and sum in float32; outputs rounded once.
+// every product and sum in float32; outputs rounded once. Where bf16 dot products are the faster instruction, bf16 queries
+// and caches go through them: exact products, sums in float32, attention weights rounded to bf16.
 
 #include <algorithm>
 #include <cstring>
@@ -43,7 +44,8 @@ struct SimdPlan : BackendPlan {
       : host(p),
         split(make_split_plan(split_params(p, host, options), host.q_len, host.kv_len)),
         layout(p.shape, split.params.tile.rows_per_tile),
-        d_v(p.shape.d_v) {}
+        d_v(p.shape.d_v),
+        vectors(simd_target(p.shape, p.q.dtype, p.kv.dtype)) {}
 
   // Workspace, in floats: partial outputs, their lse, then a scratch for each worker.
   std::size_t slot_rows() const {
@@ -55,15 +57,14 @@ struct SimdPlan : BackendPlan {
     return sizeof(float) * (scratch_offset() + layout.floats * split.params.num_workers);
   }
   std::string describe() const override {
-    const std::vector<std::string> targets = simd_targets();
-    return fmt::format("vectors      {}\n", targets.empty() ? "none" : targets.front()) +
-           treemla::describe(split);
+    return fmt::format("vectors      {}\n", vectors) + treemla::describe(split);
   }
 
   HostPlan host;
   SplitPlan split;
   SimdScratch layout;
   int d_v;
+  std::string vectors;
 };
 
 class CpuSimd : public Backend {
@@ -143,12 +144,14 @@ class CpuSimd : public Backend {
     item.key_end = w.key_end;
     item.prefix_len = host.kv_len[w.request] - host.q_len[w.request];
     item.score_scale = static_cast<float>(p.sm_scale * p.kv.scale);
+    item.fixed_order = plan.split.params.fixed_tiles > 0;
     item.value_scale = static_cast<float>(p.kv.scale);
     if (w.partial >= 0) {
       const std::size_t row = static_cast<std::size_t>(w.partial) * plan.split.params.tile.rows_per_tile;
       item.out = parts + row * p.shape.d_v;
       item.out_dtype = DType::kF32;
       item.lse = part_lse + row;
+      item.partial = true;
     } else {
       const int64_t row = output_row(plan, p, w.request, w.row_begin);
       item.out = output_at(p, o, row);

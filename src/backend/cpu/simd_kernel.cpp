@@ -1,7 +1,8 @@
 // The CPU flash kernel. Symbols as in treemla/problem.hpp; a row is a (node, head) pair.
 //
 //   for each tile of 64 keys:
-//     T[64][d_qk]      <- the cached rows, widened to float32, once for all rows of the item
+//     T[64][d_qk]      <- the cached rows, widened to float32, once for all rows of the item; float32 rows that lie on
+//                         whole vectors are read in place. The next tile's rows are prefetched meanwhile
 //     for each group of 64 rows:
 //       S^T[64 keys][64 rows]  = T Q^T          rows along vectors: the softmax needs no horizontal step
 //       m, l, P^T              = online softmax of S^T
@@ -14,7 +15,14 @@
 //   T 147 KB and a group's Q^T 147 KB and O 128 KB stream from L2; what the micro-kernel reuses stays in L1:
 //   a 96-deep slice of Q^T (24 KB) in the first product, a 64-wide panel of T (16 KB) in the second.
 //
-// A row's arithmetic does not depend on its neighbours, on MR or on NV: every accumulator is one chain of
+// Where bf16 dot products are the faster instruction, and q and the cache are bf16, both products go to bf16_dot.cpp:
+// T is not made, S^T comes from the cached rows themselves, V is the tile's rows two keys a word, and P^T is rounded
+// to bf16. Mask, softmax and output are the same.
+//
+// A group of at most 8 rows would leave half of every vector of S^T empty. Its scores are dot products with the columns
+// along the vectors instead, and their lanes are summed at the end.
+//
+// Otherwise a row's arithmetic does not depend on its neighbours, on MR or on NV: every accumulator is one chain of
 // FMAs over k, restarted every kDepth terms. So any tiling of rows gives equal bits.
 
 #undef HWY_TARGET_INCLUDE
@@ -23,15 +31,16 @@
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_AVX3_DL | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
 #include <hwy/foreach_target.h>  // IWYU pragma: keep
 // clang-format off: must come after foreach_target
-#include <hwy/contrib/math/math-inl.h>
 #include <hwy/highway.h>
 // clang-format on
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
 
+#include "backend/cpu/bf16_dot.hpp"
 #include "backend/cpu/simd_kernel.hpp"
 #include "core/host_device.hpp"
 #include "core/kv_row.hpp"
@@ -49,7 +58,8 @@ constexpr int kLanes = HWY_LANES(float);
 constexpr bool kManyRegisters = (HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3) || HWY_ARCH_ARM_A64;
 constexpr int kVecs = kManyRegisters || kLanes == 1 ? 4 : 2, kAccs = kManyRegisters ? 24 : 12;
 constexpr int kPanel = kVecs * kLanes;  // rows (or columns) that one micro-kernel call spans
-constexpr int kDepth = 96;              // terms of a chain of FMAs in the first product
+constexpr int kFewRows = 8, kFewKeys = kManyRegisters ? 4 : 2;
+constexpr int kDepth = 96;                                  // terms of a chain of FMAs in the first product
 static_assert(kSimdRows % kPanel == 0 && kPanel % 4 == 0);  // load_q() moves four rows of a panel at a time
 static_assert(kPackedGroup % kLanes == 0);
 
@@ -144,29 +154,115 @@ HWY_INLINE void narrow_row(const float* HWY_RESTRICT from, int n, DType dtype, v
   for (; i < n; ++i) store_element(to, dtype, i, from[i]);
 }
 
-// acc[i][v] = sum_k a[i * a_row + k * a_k] * b[k * ldb + v * kLanes], then `done(i, v, acc)`.
-template <int MR, int NV, class Done>
-HWY_INLINE void micro_kernel(const float* HWY_RESTRICT a, int64_t a_row, int64_t a_k,
-                             const float* HWY_RESTRICT b, int64_t ldb, int depth, Done done) {
+// e^x for x <= 0, within 2 ulp: 2^n e^r with |r| <= ln(2) / 2, the polynomial that of Cephes' expf. Adding 1.5 * 2^23
+// rounds x / ln(2) to n and leaves n in the low bits, from where it moves to the exponent. 0 where the result would be
+// subnormal; NaN stays.
+HWY_INLINE V exp_to_one(V x) {
   const D d;
+  const hn::RebindToSigned<D> di;
+  const V magic = hn::Set(d, 0x1.8p23f);
+  const V shifted = hn::MulAdd(x, hn::Set(d, 1.44269504f), magic), n = hn::Sub(shifted, magic);
+  const V r = hn::NegMulAdd(n, hn::Set(d, -2.12194440e-4f), hn::NegMulAdd(n, hn::Set(d, 0.693359375f), x));
+  V y = hn::MulAdd(hn::Set(d, 1.9875691500e-4f), r, hn::Set(d, 1.3981999507e-3f));
+  y = hn::MulAdd(y, r, hn::Set(d, 8.3334519073e-3f));
+  y = hn::MulAdd(y, r, hn::Set(d, 4.1665795894e-2f));
+  y = hn::MulAdd(y, r, hn::Set(d, 1.6666665459e-1f));
+  y = hn::MulAdd(y, r, hn::Set(d, 5.0000001201e-1f));
+  y = hn::Add(hn::MulAdd(y, hn::Mul(r, r), r), hn::Set(d, 1.0f));
+  y = hn::BitCast(d, hn::Add(hn::BitCast(di, y), hn::ShiftLeft<23>(hn::BitCast(di, shifted))));
+  y = hn::IfThenElse(hn::Lt(x, hn::Set(d, -87.3365f)), hn::Zero(d), y);
+  return hn::IfThenElse(hn::IsNaN(x), x, y);  // whose payload may have got into the exponent
+}
+
+// The rows of the next tile on their way to L2, a few lines between the blocks of this one's products: they lie anywhere
+// in the pool, where no hardware prefetcher finds them, and many at once would stall for want of fill buffers.
+class FetchAhead {
+ public:
+  explicit FetchAhead(const SimdItem& item)
+      : item_(item),
+        element_bytes_(static_cast<int64_t>(dtype_bytes(item.kv_dtype))),
+        row_bytes_(kv_row_elements(item.shape, item.kv_dtype) * element_bytes_) {}
+
+  // Keys [key, end), in about `steps` steps.
+  void start(int key, int end, int steps) {
+    key_ = key;
+    end_ = end;
+    at_ = 0;
+    lines_ = static_cast<int>(ceil_div((end - key) * row_bytes_, int64_t{kLine} * steps));
+  }
+  HWY_INLINE void step() {
+    for (int i = 0; i < lines_ && key_ < end_; ++i) {
+      __builtin_prefetch(static_cast<const char*>(item_.kv) +
+                             item_.pool_rows[key_] * item_.kv_row_stride * element_bytes_ + at_,
+                         0, 2);
+      at_ += kLine;
+      if (at_ < row_bytes_) continue;
+      at_ = 0;
+      ++key_;
+    }
+  }
+
+ private:
+  static constexpr int kLine = 64;  // bytes
+  const SimdItem& item_;
+  int64_t element_bytes_, row_bytes_, at_ = 0;
+  int key_ = 0, end_ = 0, lines_ = 0;
+};
+
+// An operand of the products: row i, term k at p[i * row + k * term].
+struct Strided {
+  const float* p;
+  int64_t row, term;
+  HWY_INLINE Strided from(int i) const { return {p + i * row, row, term}; }
+  template <int MR>
+  HWY_INLINE const Strided& block() const {
+    return *this;
+  }
+  HWY_INLINE float at(int i, int64_t k) const { return p[i * row + k * term]; }
+  HWY_INLINE const float* vectors(int64_t k) const { return p + k * term; }
+};
+
+// One whose rows lie anywhere: row i, term k at rows[i][first + k]. As the right-hand operand, a row is a term.
+struct Gathered {
+  const float* const* rows;
+  int64_t first;
+  HWY_INLINE Gathered from(int i) const { return {rows + i, first}; }
+  template <int MR>
+  struct Block {  // its pointers in registers
+    const float* row[MR];
+    HWY_INLINE float at(int i, int64_t k) const { return row[i][k]; }
+  };
+  template <int MR>
+  HWY_INLINE Block<MR> block() const {
+    Block<MR> b;
+    HWY_UNROLL(16)
+    for (int i = 0; i < MR; ++i) b.row[i] = rows[i] + first;
+    return b;
+  }
+  HWY_INLINE const float* vectors(int64_t k) const { return rows[k] + first; }
+};
+
+// acc[i][v] = sum_k a(i, k) * b(k)[v * kLanes], then `done(i, v, acc)`.
+template <int MR, int NV, class A, class B, class Done>
+HWY_INLINE void micro_kernel(const A& operand, const B& b, int depth, Done done) {
+  const D d;
+  const auto a = operand.template block<MR>();
   V acc[MR][NV];
   HWY_UNROLL(16)
   for (int i = 0; i < MR; ++i) {
     HWY_UNROLL(16)
     for (int v = 0; v < NV; ++v) acc[i][v] = hn::Zero(d);
   }
-  for (int k = 0; k < depth; ++k) {
+  for (int64_t k = 0; k < depth; ++k) {
     V bv[NV];
     HWY_UNROLL(16)
-    for (int v = 0; v < NV; ++v) bv[v] = hn::Load(d, b + v * kLanes);
+    for (int v = 0; v < NV; ++v) bv[v] = hn::LoadU(d, b.vectors(k) + v * kLanes);
     HWY_UNROLL(16)
     for (int i = 0; i < MR; ++i) {
-      const V av = hn::Set(d, a[i * a_row]);
+      const V av = hn::Set(d, a.at(i, k));
       HWY_UNROLL(16)
       for (int v = 0; v < NV; ++v) acc[i][v] = hn::MulAdd(av, bv[v], acc[i][v]);
     }
-    a += a_k;
-    b += ldb;
   }
   HWY_UNROLL(16)
   for (int i = 0; i < MR; ++i) {
@@ -176,11 +272,10 @@ HWY_INLINE void micro_kernel(const float* HWY_RESTRICT a, int64_t a_row, int64_t
 }
 
 // c[i][v] = (fresh ? 0 : c * alpha[i]) + a b, for m rows in blocks of at most kAccs / NV. alpha null: 1.
-template <int MR, int NV, bool kFresh>
-HWY_INLINE void product_block(const float* a, int64_t a_row, int64_t a_k, const float* b, int64_t ldb,
-                              int depth, float* c, int64_t ldc, const float* alpha) {
+template <int MR, int NV, bool kFresh, class A, class B>
+HWY_INLINE void product_block(const A& a, const B& b, int depth, float* c, int64_t ldc, const float* alpha) {
   const D d;
-  micro_kernel<MR, NV>(a, a_row, a_k, b, ldb, depth, [&](int i, int v, V acc) HWY_ATTR {
+  micro_kernel<MR, NV>(a, b, depth, [&](int i, int v, V acc) HWY_ATTR {
     float* to = c + i * ldc + v * kLanes;
     if constexpr (!kFresh)
       acc = alpha ? hn::MulAdd(hn::Load(d, to), hn::Set(d, alpha[i]), acc) : hn::Add(hn::Load(d, to), acc);
@@ -188,19 +283,20 @@ HWY_INLINE void product_block(const float* a, int64_t a_row, int64_t a_k, const 
   });
 }
 
-template <int NV, bool kFresh>
-HWY_NOINLINE void product_rows(int m, const float* a, int64_t a_row, int64_t a_k, const float* b, int64_t ldb,
-                               int depth, float* c, int64_t ldc, const float* alpha) {
-  constexpr int kBlock = kAccs / NV;
+template <int NV, bool kFresh, class A, class B>
+HWY_NOINLINE void product_rows(int m, const A& a, const B& b, int depth, float* c, int64_t ldc,
+                               const float* alpha, FetchAhead& ahead) {
+  // More than 8 rows of `a` would need more pointers than there are registers.
+  constexpr int kBlock = std::min(8, kAccs / NV);
   int i = 0;
   auto block = [&](auto size) HWY_ATTR {
     constexpr int MR = decltype(size)::value;
-    for (; m - i >= MR; i += MR)
-      product_block<MR, NV, kFresh>(a + i * a_row, a_row, a_k, b, ldb, depth, c + i * ldc, ldc,
-                                    alpha ? alpha + i : nullptr);
+    for (; m - i >= MR; i += MR) {
+      ahead.step();
+      product_block<MR, NV, kFresh>(a.from(i), b, depth, c + i * ldc, ldc, alpha ? alpha + i : nullptr);
+    }
   };
   block(std::integral_constant<int, kBlock>{});
-  if constexpr (kBlock > 12) block(std::integral_constant<int, 12>{});
   if constexpr (kBlock > 6) block(std::integral_constant<int, 6>{});
   if constexpr (kBlock > 4) block(std::integral_constant<int, 4>{});
   if constexpr (kBlock > 2) block(std::integral_constant<int, 2>{});
@@ -208,18 +304,18 @@ HWY_NOINLINE void product_rows(int m, const float* a, int64_t a_row, int64_t a_k
 }
 
 // One panel of `vecs` vectors.
-template <bool kFresh>
-void product(int vecs, int m, const float* a, int64_t a_row, int64_t a_k, const float* b, int64_t ldb,
-             int depth, float* c, int64_t ldc, const float* alpha) {
+template <bool kFresh, class A, class B>
+void product(int vecs, int m, const A& a, const B& b, int depth, float* c, int64_t ldc, const float* alpha,
+             FetchAhead& ahead) {
   switch (vecs) {
     case 1:
-      return product_rows<1, kFresh>(m, a, a_row, a_k, b, ldb, depth, c, ldc, alpha);
+      return product_rows<1, kFresh>(m, a, b, depth, c, ldc, alpha, ahead);
     case 2:
-      return product_rows<2, kFresh>(m, a, a_row, a_k, b, ldb, depth, c, ldc, alpha);
+      return product_rows<2, kFresh>(m, a, b, depth, c, ldc, alpha, ahead);
   }
   if constexpr (kVecs == 4) {
-    if (vecs == 3) product_rows<3, kFresh>(m, a, a_row, a_k, b, ldb, depth, c, ldc, alpha);
-    if (vecs == 4) product_rows<4, kFresh>(m, a, a_row, a_k, b, ldb, depth, c, ldc, alpha);
+    if (vecs == 3) product_rows<3, kFresh>(m, a, b, depth, c, ldc, alpha, ahead);
+    if (vecs == 4) product_rows<4, kFresh>(m, a, b, depth, c, ldc, alpha, ahead);
   }
 }
 
@@ -237,8 +333,18 @@ struct Worker {
   int rows, d_v, d_qk;
   int odd[kSimdKeys];  // keys of the tile that hold NaN or infinity and that only some rows see
   int num_odd = 0;
+  FetchAhead ahead;
+  bool direct;                     // are the tile's rows read where they lie?
+  const float* floats[kSimdKeys];  // the tile's rows
 
-  Worker(const SimdItem& it, const SimdScratch& lay, float* s)
+  // With dot products, in the place of the tile (but for its last two rows, used as float32 rows):
+  bool dot;
+  uint32_t* values;                 // [d_v / 64, kSimdKeys / 2, 64] words
+  uint32_t* weights;                // [kSimdKeys / 2, kSimdRows] words
+  uint16_t* zeros;                  // [d_qk] a key that adds nothing
+  const uint16_t* keys[kSimdKeys];  // the tile's cached rows
+
+  Worker(const SimdItem& it, const SimdScratch& lay, float* s, bool use_dot)
       : item(it),
         layout(lay),
         tile(s + lay.tile),
@@ -251,10 +357,25 @@ struct Worker {
         row(s + lay.row),
         rows(it.row_end - it.row_begin),
         d_v(it.shape.d_v),
-        d_qk(it.shape.d_qk()) {}
+        d_qk(it.shape.d_qk()),
+        ahead(it),
+        direct(in_place()),
+        dot(use_dot),
+        values(reinterpret_cast<uint32_t*>(tile)),
+        weights(reinterpret_cast<uint32_t*>(s + lay.weights)),
+        zeros(reinterpret_cast<uint16_t*>(s + lay.zeros)) {}
 
   int group_rows(int g) const { return std::min(kSimdRows, rows - g * kSimdRows); }
+  bool few(int g) const { return group_rows(g) <= kFewRows && !item.fixed_order && d_qk % kLanes == 0; }
   float* group_q(int g) { return q + static_cast<int64_t>(g) * kSimdRows * d_qk; }
+  uint32_t* dot_q(int g) { return reinterpret_cast<uint32_t*>(group_q(g)); }
+  float* spare_row() { return tile + kSimdKeys * layout.tile_ld; }
+  const void* query(int local_row) const {
+    const int packed = item.row_begin + local_row, node = packed / item.shape.h_q,
+              head = packed % item.shape.h_q;
+    const int64_t offset = node * item.q_token_stride + head * item.q_head_stride;
+    return static_cast<const char*>(item.q) + offset * static_cast<int64_t>(dtype_bytes(item.q_dtype));
+  }
   const uint32_t* mask_row(int local_row) const {
     return item.bits + static_cast<int64_t>((item.row_begin + local_row) / item.shape.h_q) * item.words;
   }
@@ -263,22 +384,28 @@ struct Worker {
     return j < 0 || ((mask_row(local_row)[j >> 5] >> (j & 31)) & 1);
   }
 
+  // Few rows lie one after another: element (row, k) at [row][k].
+  HWY_INLINE void load_few_q(int g) {
+    for (int r = 0; r < group_rows(g); ++r)
+      widen_row(query(g * kSimdRows + r), item.q_dtype, d_qk, group_q(g) + r * d_qk);
+  }
+
   // Q^T in panels: element (row, k) of a group at [row / kPanel][k][row % kPanel]. Four rows at a time
   // through 4x4 transposes; rows past the end are zero.
   HWY_INLINE void load_q() {
     float* wide = tile;  // the tile is not in use yet: four widened rows
     for (int r = 0; r < round_up(rows, kSimdRows); r += 4) {
+      if (few(r / kSimdRows)) {
+        load_few_q(r / kSimdRows);
+        break;  // only the last group can be that small
+      }
       for (int i = 0; i < 4; ++i) {
         float* to = wide + i * layout.tile_ld;
         if (r + i >= rows) {
           std::memset(to, 0, sizeof(float) * layout.tile_ld);
           continue;
         }
-        const int packed = item.row_begin + r + i, node = packed / item.shape.h_q,
-                  head = packed % item.shape.h_q;
-        const int64_t offset = node * item.q_token_stride + head * item.q_head_stride;
-        widen_row(static_cast<const char*>(item.q) + offset * static_cast<int64_t>(dtype_bytes(item.q_dtype)),
-                  item.q_dtype, d_qk, to);
+        widen_row(query(r + i), item.q_dtype, d_qk, to);
       }
       float* to = group_q(r / kSimdRows) + (r % kSimdRows) / kPanel * d_qk * kPanel + r % kPanel;
       int k = 0;
@@ -301,10 +428,23 @@ struct Worker {
     }
   }
 
+  void load_dot_q() {
+    for (int r = 0; r < rows; r += kSimdRows) {
+      const uint16_t* from[kSimdRows];
+      const int n = group_rows(r / kSimdRows);
+      if (few(r / kSimdRows)) break;  // read where they lie
+      for (int i = 0; i < n; ++i) from[i] = static_cast<const uint16_t*>(query(r + i));
+      bf16_dot_pack_q(from, n, d_qk, dot_q(r / kSimdRows));
+    }
+  }
+
+  const void* cached_row(int key) const {
+    return static_cast<const char*>(item.kv) +
+           item.pool_rows[key] * item.kv_row_stride * static_cast<int64_t>(dtype_bytes(item.kv_dtype));
+  }
+
   HWY_INLINE void load_key(int key, float* to) {
-    const int64_t at =
-        item.pool_rows[key] * item.kv_row_stride * static_cast<int64_t>(dtype_bytes(item.kv_dtype));
-    const void* from = static_cast<const char*>(item.kv) + at;
+    const void* from = cached_row(key);
     if (item.kv_dtype == DType::kF8E4M3Packed)
       widen_packed_row(from, item.shape, to);
     else
@@ -314,27 +454,123 @@ struct Worker {
   HWY_INLINE bool finite(const float* r) const {
     const D d;
     auto bad = hn::Zero(d);  // x * 0 is NaN for NaN and infinity; r is zero past d_qk
-    for (int k = 0; k < d_qk; k += kLanes) bad = hn::MulAdd(hn::Load(d, r + k), hn::Zero(d), bad);
+    for (int k = 0; k < d_qk; k += kLanes) bad = hn::MulAdd(hn::LoadU(d, r + k), hn::Zero(d), bad);
     return hn::AllFalse(d, hn::IsNaN(bad));
   }
 
-  // Keys [key, key + n) into the tile.
+  // Steps of FetchAhead that a whole tile's products take.
+  int steps_of_tile() const {
+    int steps = 0;
+    for (int g = 0; g * kSimdRows < rows; ++g) {
+      if (dot) {
+        steps += ceil_div(d_v, kBf16DotPanel);
+        continue;
+      }
+      const int m = group_rows(g), vecs = ceil_div(m, kLanes);
+      const auto block_rows = [](int v) { return std::min(8, kAccs / std::min(v, kVecs)); };
+      steps += few(g)
+                   ? kSimdKeys / kFewKeys
+                   : ceil_div(vecs, kVecs) * ceil_div(kSimdKeys, block_rows(vecs)) * ceil_div(d_qk, kDepth);
+      steps += ceil_div(d_v, kPanel) * ceil_div(m, block_rows(kVecs));
+    }
+    return steps;
+  }
+
+  // Can the products read cached rows where they lie? Their vectors must be whole and not straddle cache lines.
+  bool in_place() const {
+    const auto whole = [](int64_t n) { return n % kLanes == 0; };
+    return item.kv_dtype == DType::kF32 && whole(d_v) && whole(d_qk) && whole(item.kv_row_stride) &&
+           reinterpret_cast<uintptr_t>(item.kv) % (sizeof(float) * kLanes) == 0;
+  }
+
+  // Keys [key, key + n) as float32 rows.
   HWY_INLINE void load_tile(int key, int n) {
     num_odd = 0;
     for (int j = 0; j < n; ++j) {
       float* to = tile + j * layout.tile_ld;
-      load_key(key + j, to);
+      if (direct) {
+        floats[j] = static_cast<const float*>(cached_row(key + j));
+      } else {
+        load_key(key + j, to);
+        floats[j] = to;
+      }
       // A tree row may be hidden from some rows, and 0 * NaN must not reach those: such a key is taken out of
       // the products.
-      if (key + j >= item.prefix_len && !finite(to)) {
+      if (key + j >= item.prefix_len && !finite(floats[j])) {
         std::memset(to, 0, sizeof(float) * d_qk);
+        floats[j] = to;
         odd[num_odd++] = j;
       }
     }
   }
 
+  // The same for dot products: a key taken out is a row of zeros, and so is the second of a last odd pair.
+  void load_dot_tile(int key, int n) {
+    num_odd = 0;
+    for (int j = 0; j < n; ++j) {
+      keys[j] = static_cast<const uint16_t*>(cached_row(key + j));
+      if (key + j < item.prefix_len) continue;
+      load_key(key + j, spare_row());
+      if (finite(spare_row())) continue;
+      keys[j] = zeros;
+      odd[num_odd++] = j;
+    }
+    if (n % 2 != 0) keys[n] = zeros;
+    bf16_dot_pack_v(keys, round_up(n, 2), d_v, values);
+  }
+
+  // Scores of few rows: kFewKeys keys times RR rows, their columns along the vectors.
+  template <int RR>
+  HWY_INLINE void score_few_rows(const float* HWY_RESTRICT qr, const float* const* key,
+                                 float* HWY_RESTRICT to) {
+    const D d;
+    V sum_of[kFewKeys][RR];
+    HWY_UNROLL(16)
+    for (int i = 0; i < kFewKeys; ++i) {
+      HWY_UNROLL(16)
+      for (int r = 0; r < RR; ++r) sum_of[i][r] = hn::Zero(d);
+    }
+    for (int k = 0; k < d_qk; k += kLanes) {
+      V qv[RR];
+      HWY_UNROLL(16)
+      for (int r = 0; r < RR; ++r) qv[r] = hn::Load(d, qr + r * d_qk + k);
+      HWY_UNROLL(16)
+      for (int i = 0; i < kFewKeys; ++i) {
+        const V kv = hn::LoadU(d, key[i] + k);
+        HWY_UNROLL(16)
+        for (int r = 0; r < RR; ++r) sum_of[i][r] = hn::MulAdd(kv, qv[r], sum_of[i][r]);
+      }
+    }
+    HWY_UNROLL(16)
+    for (int i = 0; i < kFewKeys; ++i) {
+      HWY_UNROLL(16)
+      for (int r = 0; r < RR; ++r) to[i * kSimdRows + r] = hn::GetLane(hn::SumOfLanes(d, sum_of[i][r]));
+    }
+  }
+
+  void score_few(int g, int n_keys) {
+    const int m = group_rows(g);
+    if (dot) {
+      const uint16_t* q_rows[kFewRows];
+      for (int r = 0; r < m; ++r) q_rows[r] = static_cast<const uint16_t*>(query(g * kSimdRows + r));
+      return bf16_dot_score_few(keys, n_keys, q_rows, m, d_qk, scores);
+    }
+    // A block of keys meets all rows while it is in L1. Scores past n_keys are not looked at.
+    for (int j = 0; j < n_keys; j += kFewKeys) {
+      const float* key[kFewKeys];
+      for (int i = 0; i < kFewKeys; ++i) key[i] = floats[std::min(j + i, n_keys - 1)];
+      float* to = scores + j * kSimdRows;
+      int r = 0;
+      ahead.step();
+      for (; r + 4 <= m; r += 4) score_few_rows<4>(group_q(g) + r * d_qk, key, to + r);
+      for (; r < m; ++r) score_few_rows<1>(group_q(g) + r * d_qk, key, to + r);
+    }
+  }
+
   // The first n keys of the tile.
   HWY_INLINE void score(int g, int n_keys) {
+    if (few(g)) return score_few(g, n_keys);
+    if (dot) return bf16_dot_score(keys, n_keys, dot_q(g), group_rows(g), d_qk, scores);
     const float* qt = group_q(g);
     const int vecs = ceil_div(group_rows(g), kLanes);
     for (int k = 0; k < d_qk; k += kDepth) {
@@ -343,11 +579,12 @@ struct Worker {
         const float* panel = qt + v / kVecs * d_qk * kPanel + k * kPanel;
         float* to = scores + v * kLanes;
         const int n = std::min(kVecs, vecs - v);
+        const Gathered left{floats, k};
+        const Strided right{panel, 1, kPanel};
         if (k == 0)
-          product<true>(n, n_keys, tile, layout.tile_ld, 1, panel, kPanel, depth, to, kSimdRows, nullptr);
+          product<true>(n, n_keys, left, right, depth, to, kSimdRows, nullptr, ahead);
         else
-          product<false>(n, n_keys, tile + k, layout.tile_ld, 1, panel, kPanel, depth, to, kSimdRows,
-                         nullptr);
+          product<false>(n, n_keys, left, right, depth, to, kSimdRows, nullptr, ahead);
       }
     }
   }
@@ -356,7 +593,7 @@ struct Worker {
   HWY_INLINE void mask(int g, int key, int n) {
     constexpr float kHidden = -std::numeric_limits<float>::infinity();
     const int count = group_rows(g);
-    for (int j = n; j < kSimdKeys; ++j) std::fill_n(scores + j * kSimdRows, kSimdRows, kHidden);
+    if (n % 2 != 0) std::fill_n(scores + n * kSimdRows, kSimdRows, kHidden);
     for (int j = std::max(0, item.prefix_len - key); j < n; ++j)
       for (int r = 0; r < count; ++r)
         if (!sees(g * kSimdRows + r, key + j)) scores[j * kSimdRows + r] = kHidden;
@@ -364,7 +601,7 @@ struct Worker {
   }
 
   // Online softmax: m, l and alpha of the group, P^T over S^T.
-  HWY_INLINE void softmax(int g, bool first) {
+  HWY_INLINE void softmax(int g, int n, bool first) {
     const D d;
     const V scale = hn::Set(d, item.score_scale), none = hn::Set(d, -std::numeric_limits<float>::infinity());
     for (int v = 0; v < group_rows(g); v += kLanes) {
@@ -372,21 +609,20 @@ struct Worker {
       float* m_at = max + g * kSimdRows + v;
       float* l_at = sum + g * kSimdRows + v;
       V top = hn::Load(d, s);
-      for (int j = 1; j < kSimdKeys; ++j) top = hn::Max(top, hn::Load(d, s + j * kSimdRows));
+      for (int j = 1; j < n; ++j) top = hn::Max(top, hn::Load(d, s + j * kSimdRows));
       const V m_old = first ? none : hn::Load(d, m_at);
       const V m = hn::Max(m_old, hn::Mul(top, scale));
       // All keys hidden so far: subtract 0 instead of -inf, every weight is exp(-inf) = 0.
       const V base = hn::IfThenElse(hn::Eq(m, none), hn::Zero(d), m);
       V l = hn::Zero(d);
-      for (int j = 0; j < kSimdKeys; ++j) {
+      for (int j = 0; j < n; ++j) {
         const V x = hn::MulSub(hn::Load(d, s + j * kSimdRows), scale, base);
-        // Exp flushes everything below its range to 0, NaN too, which must survive.
-        const V p = hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(d, x));
+        const V p = exp_to_one(x);
         l = hn::Add(l, p);
         hn::Store(p, d, s + j * kSimdRows);
       }
       const V shrink = hn::Sub(m_old, base);
-      const V a = hn::IfThenElse(hn::IsNaN(shrink), shrink, hn::Exp(d, shrink));
+      const V a = exp_to_one(shrink);
       hn::Store(a, d, alpha + v);
       hn::Store(m, d, m_at);
       hn::Store(first ? l : hn::MulAdd(hn::Load(d, l_at), a, l), d, l_at);
@@ -396,32 +632,48 @@ struct Worker {
   HWY_INLINE void accumulate(int g, int n_keys, bool first) {
     float* o = acc + static_cast<int64_t>(g) * kSimdRows * layout.out_ld;
     const int vecs = ceil_div(d_v, kLanes), m = group_rows(g);
+    if (dot) {
+      const int n = round_up(n_keys, 2);
+      bf16_dot_pack_p(scores, n, m, weights);
+      for (int c = 0; c < d_v; c += kBf16DotPanel) {
+        bf16_dot_accumulate(weights, values + c * (kSimdKeys / 2), n, m, std::min(kBf16DotPanel, d_v - c),
+                            first ? nullptr : alpha, o + c, layout.out_ld);
+        ahead.step();
+      }
+      return;
+    }
     for (int v = 0; v < vecs; v += kVecs) {
       const int n = std::min(kVecs, vecs - v);
-      const float* panel = tile + v * kLanes;
       float* to = o + v * kLanes;
+      const Strided left{scores, 1, kSimdRows};
+      const Gathered right{floats, v * kLanes};
       if (first)
-        product<true>(n, m, scores, 1, kSimdRows, panel, layout.tile_ld, n_keys, to, layout.out_ld, nullptr);
+        product<true>(n, m, left, right, n_keys, to, layout.out_ld, nullptr, ahead);
       else
-        product<false>(n, m, scores, 1, kSimdRows, panel, layout.tile_ld, n_keys, to, layout.out_ld, alpha);
+        product<false>(n, m, left, right, n_keys, to, layout.out_ld, alpha, ahead);
     }
   }
 
   // One key with NaN or infinity in it, for the rows that do see it. Rare, so plain code.
   void add_odd_key(int key) {
-    float* kv = tile + kSimdKeys * layout.tile_ld;
+    float* kv = spare_row();
     load_key(key, kv);
     for (int r = 0; r < rows; ++r) {
       if (!sees(r, key)) continue;
-      const float* qr = group_q(r / kSimdRows) + (r % kSimdRows) / kPanel * d_qk * kPanel + r % kPanel;
-      double dot = 0;
-      for (int k = 0; k < d_qk; ++k) dot += static_cast<double>(qr[k * kPanel]) * kv[k];
-      const float s = static_cast<float>(dot * item.score_scale);
-      if (s == -std::numeric_limits<float>::infinity() && max[r] == s)
-        continue;  // still no key with a weight
+      const void* q_row = query(r);
+      double product = 0;
+      for (int k = 0; k < d_qk; ++k)
+        product += static_cast<double>(load_element(q_row, item.q_dtype, k)) * kv[k];
+      const float s = static_cast<float>(product * item.score_scale);
+      float* o = acc + static_cast<int64_t>(r) * layout.out_ld;
+      if (s == -std::numeric_limits<float>::infinity() && max[r] == s) {
+        // Still no key with a weight. If one comes, here or in another split, this key's weight is 0: 0 * inf is NaN.
+        for (int k = 0; k < d_v; ++k)
+          if (!std::isfinite(kv[k])) o[k] = std::numeric_limits<float>::quiet_NaN();
+        continue;
+      }
       const float m = std::max(max[r], s);
       const float a = std::exp(max[r] - m), p = std::exp(s - m);
-      float* o = acc + static_cast<int64_t>(r) * layout.out_ld;
       for (int k = 0; k < d_v; ++k) o[k] = o[k] * a + p * kv[k];
       sum[r] = sum[r] * a + p;
       max[r] = m;
@@ -436,8 +688,9 @@ struct Worker {
       const bool none = l == 0;  // no visible key, or none with a weight
       const V scale = hn::Set(d, none ? 0.0f : item.value_scale / l);
       const float* o = acc + static_cast<int64_t>(r) * layout.out_ld;
+      // Nothing is 0, but a partial keeps its NaN for the merge with keys that have a weight.
       for (int k = 0; k < d_v; k += kLanes)
-        hn::Store(none ? hn::Zero(d) : hn::Mul(hn::Load(d, o + k), scale), d, row + k);
+        hn::Store(none && !item.partial ? hn::Zero(d) : hn::Mul(hn::Load(d, o + k), scale), d, row + k);
       narrow_row(row, d_v, item.out_dtype, static_cast<char*>(item.out) + r * out_bytes);
       if (item.lse)
         item.lse[r] = none ? -std::numeric_limits<float>::infinity()
@@ -446,18 +699,30 @@ struct Worker {
   }
 
   void attend() {
-    load_q();
+    if (dot) {
+      load_dot_q();
+      std::fill_n(zeros, d_qk, uint16_t{0});
+    } else {
+      load_q();
+    }
+    // The softmax takes whole vectors, of few rows too.
+    std::fill_n(scores, kSimdKeys * kSimdRows, 0.0f);
     // The micro-kernel reads whole vectors: columns past d_qk must be numbers.
     std::memset(tile, 0, sizeof(float) * (kSimdKeys + 1) * layout.tile_ld);
     const int groups = ceil_div(rows, kSimdRows);
+    const int steps = steps_of_tile();
     for (int key = item.key_begin; key < item.key_end; key += kSimdKeys) {
       const int n = std::min(kSimdKeys, item.key_end - key);
       const bool first = key == item.key_begin;
-      load_tile(key, n);
+      if (dot)
+        load_dot_tile(key, n);
+      else
+        load_tile(key, n);
+      ahead.start(key + n, std::min(key + n + kSimdKeys, item.key_end), steps);
       for (int g = 0; g < groups; ++g) {
         score(g, n);
-        if (n < kSimdKeys || key + n > item.prefix_len) mask(g, key, n);
-        softmax(g, first);
+        if (n % 2 != 0 || key + n > item.prefix_len) mask(g, key, n);
+        softmax(g, round_up(n, 2), first);
         accumulate(g, n, first);
       }
       for (int o = 0; o < num_odd; ++o) add_odd_key(key + odd[o]);
@@ -466,8 +731,8 @@ struct Worker {
   }
 };
 
-void attend(const SimdItem& item, const SimdScratch& layout, float* scratch) {
-  Worker(item, layout, scratch).attend();
+void attend(const SimdItem& item, const SimdScratch& layout, float* scratch, bool dot) {
+  Worker(item, layout, scratch, dot).attend();
 }
 
 void combine(const float* parts, const float* part_lse, const int* slots, int count, int rows_per_slot,
@@ -491,6 +756,12 @@ void combine(const float* parts, const float* part_lse, const int* slots, int co
       for (int k = 0; k < d_v; ++k) scratch[k] = first ? w * part[k] : scratch[k] + w * part[k];
       first = false;
     }
+    for (int j = 0; j < count && !first; ++j) {  // a partial without a weight: zeros, or NaN of 0 * infinity
+      if (lse_of(j) != kNone) continue;
+      const float* part = parts + (static_cast<int64_t>(slots[j]) * rows_per_slot + r) * d_v;
+      for (int k = 0; k < d_v; ++k)
+        if (std::isnan(part[k])) scratch[k] = part[k];
+    }
     narrow_row(scratch, d_v, out_dtype,
                static_cast<char*>(out) + r * static_cast<int64_t>(d_v) * dtype_bytes(out_dtype));
     if (lse) lse[r] = total == 0 ? kNone : static_cast<float>(m + std::log(total));
@@ -507,6 +778,15 @@ namespace treemla {
 namespace {
 HWY_EXPORT(attend);
 HWY_EXPORT(combine);
+
+// Whether dot products are used where they can be.
+enum class DotChoice { kPreferred, kNever, kAlways };
+std::atomic<DotChoice> g_dot_choice{DotChoice::kPreferred};
+
+bool dot_in_use() {
+  const DotChoice choice = g_dot_choice;
+  return choice == DotChoice::kPreferred ? bf16_dot_preferred() : choice == DotChoice::kAlways;
+}
 }  // namespace
 
 SimdScratch::SimdScratch(const MlaShape& shape, int rows_per_tile) {
@@ -529,10 +809,13 @@ SimdScratch::SimdScratch(const MlaShape& shape, int rows_per_tile) {
   sum = take(padded);
   alpha = take(kSimdRows);
   row = take(out_ld);
+  weights = take(kSimdRows * kSimdKeys / 2);
+  zeros = take(shape.d_qk());
 }
 
 void simd_attend(const SimdItem& item, const SimdScratch& layout, float* scratch) {
-  HWY_DYNAMIC_DISPATCH(attend)(item, layout, scratch);
+  HWY_DYNAMIC_DISPATCH(attend)
+  (item, layout, scratch, simd_uses_dot(item.shape, item.q_dtype, item.kv_dtype));
 }
 
 void simd_combine(const float* parts, const float* part_lse, const int* slots, int count, int rows_per_slot,
@@ -541,22 +824,41 @@ void simd_combine(const float* parts, const float* part_lse, const int* slots, i
   (parts, part_lse, slots, count, rows_per_slot, rows, d_v, out, out_dtype, lse, scratch);
 }
 
+bool simd_uses_dot(const MlaShape& shape, DType q_dtype, DType kv_dtype) {
+  return q_dtype == DType::kBF16 && kv_dtype == DType::kBF16 && shape.d_qk() % 32 == 0 &&
+         shape.d_v % 32 == 0 && dot_in_use();
+}
+
+std::string simd_target(const MlaShape& shape, DType q_dtype, DType kv_dtype) {
+  if (simd_uses_dot(shape, q_dtype, kv_dtype)) return kBf16DotTarget;
+  for (const std::string& name : simd_targets())
+    if (name != kBf16DotTarget) return name;
+  return "none";
+}
+
 std::vector<std::string> simd_targets() {
+  if (g_dot_choice == DotChoice::kAlways) return {kBf16DotTarget};
   std::vector<std::string> names;
   for (int64_t target : hwy::SupportedAndGeneratedTargets()) names.emplace_back(hwy::TargetName(target));
+  if (g_dot_choice == DotChoice::kPreferred && bf16_dot_available())
+    names.insert(names.begin() + (bf16_dot_preferred() || names.empty() ? 0 : 1), kBf16DotTarget);
   return names;
 }
 
 bool simd_force_target(const std::string& name) {
+  const bool dot = name == kBf16DotTarget;
+  if (dot && !bf16_dot_available()) return false;
   hwy::SetSupportedTargetsForTest(0);
   int64_t wanted = hwy::SupportedTargets();
-  if (!name.empty()) {
+  g_dot_choice = DotChoice::kPreferred;
+  if (!name.empty() && !dot) {
     wanted = 0;
     for (int64_t target : hwy::SupportedAndGeneratedTargets())
       if (hwy::TargetName(target) == name) wanted = target;
     if (wanted == 0) return false;
     hwy::SetSupportedTargetsForTest(wanted);
   }
+  if (!name.empty()) g_dot_choice = dot ? DotChoice::kAlways : DotChoice::kNever;
   hwy::GetChosenTarget().Update(wanted);
   return true;
 }

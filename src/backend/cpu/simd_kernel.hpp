@@ -18,8 +18,9 @@ struct SimdScratch {
   SimdScratch(const MlaShape& shape, int rows_per_tile);
   int tile_ld = 0;  // row stride of the key tile
   int out_ld = 0;   // row stride of the accumulator
-  std::size_t tile = 0, q = 0, acc = 0, scores = 0, max = 0, sum = 0, alpha = 0, row = 0;  // offsets
-  std::size_t floats = 0;                                                                  // in all
+  std::size_t tile = 0, q = 0, acc = 0, scores = 0, max = 0, sum = 0, alpha = 0, row = 0, weights = 0,
+              zeros = 0;   // offsets
+  std::size_t floats = 0;  // in all
 };
 
 // Rows [row_begin, row_end) of a request, (node, head) pairs with heads fastest, against its keys [key_begin,
@@ -39,10 +40,13 @@ struct SimdItem {
   int prefix_len = 0;       // keys from here on are tree rows
   float score_scale = 1.0;  // sm_scale * kv_scale
   float value_scale = 1.0;  // kv_scale
+  // The bits of a row may not depend on how many rows come with it: no way of their own for few rows.
+  bool fixed_order = false;
   // Normalised result of the item: [rows, d_v] and [rows]; lse may be null.
   void* out = nullptr;
   DType out_dtype = DType::kF32;
   float* lse = nullptr;
+  bool partial = false;  // out and lse go to simd_combine()
 };
 
 // `scratch` holds SimdScratch::floats floats, aligned to 64 bytes.
@@ -54,10 +58,15 @@ void simd_attend(const SimdItem& item, const SimdScratch& layout, float* scratch
 void simd_combine(const float* parts, const float* part_lse, const int* slots, int count, int rows_per_slot,
                   int rows, int d_v, void* out, DType out_dtype, float* lse, float* scratch);
 
-// Instruction sets compiled in and usable here, best first; the first is the one in use.
+// Instruction sets compiled in and usable here, best first; the first is the one in use. AVX3_BF16 is AVX3 with bf16
+// dot products where q and the cache are bf16.
 std::vector<std::string> simd_targets();
-// Uses that instruction set from now on, in the whole process; "" goes back to the best. For tests. False if
-// there is none of that name here.
+// Uses that instruction set from now on, in the whole process; "" goes back to the best. For tests and measurements.
+// False if there is none of that name here.
 bool simd_force_target(const std::string& name);
+// Would such a call run on bf16 dot products?
+bool simd_uses_dot(const MlaShape& shape, DType q_dtype, DType kv_dtype);
+// The instruction set of such a call.
+std::string simd_target(const MlaShape& shape, DType q_dtype, DType kv_dtype);
 
 }  // namespace treemla
