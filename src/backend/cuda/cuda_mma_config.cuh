@@ -1,0 +1,63 @@
+// cuda_mma: what follows from a tile of kMmaTiles, the shared-memory map among it.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "plan/cuda_tiles.hpp"
+
+namespace treemla::mma {
+
+// What follows from a tile of kMmaTiles, for queries of type T. By three numbers that tell a tile: kernels can't be templates over a value
+// of class type.
+template <class T_, int kTileDv, int kTileRows, int kTileCache>
+struct Config {
+  using T = T_;
+  static constexpr MmaTile kTile = find_mma_tile(kTileDv, kTileRows, static_cast<MmaCache>(kTileCache));
+  static constexpr int kThreads = MmaTile::kThreads;
+  static constexpr int kDv = kTile.d_v, kRows = kTile.rows(), kKeys = MmaTile::kKeys;
+  static constexpr int kRowTiles = kTile.row_tiles, kStages = kTile.stages;
+  static constexpr bool kIsFp8 = kTile.cache != MmaCache::k16Bit,
+                        kIsPacked = kTile.cache == MmaCache::kPacked;
+  // What the latents' scores, the rope's and the values are multiplied in. e4m3 is exact in fp16, which queries reach by a power of two a
+  // row; weights times a packed row's scales need the range of bf16.
+  using Latent = std::conditional_t<kIsFp8, __half, T>;
+  using Rope = std::conditional_t<kIsPacked, __nv_bfloat16, Latent>;
+  using Value = std::conditional_t<kIsPacked, __nv_bfloat16, Latent>;
+  // Of an odd number of row tiles the first group has the one more.
+  static constexpr int group_tiles(int group) { return (kRowTiles + 1 - group) / 2; }
+  // Rows of each tile of keys that a warp of the group copies: the group with fewer row tiles has the time.
+  static constexpr bool kOneCopies = kRowTiles % 2 == 1;  // the second group
+  static constexpr int copied_rows(int group) { return kOneCopies ? 4 * group : 2; }
+  // Pieces of 16 columns that a warp accumulates; that it scores, first of the latent part; of those, whose queries it has in registers.
+  static constexpr int kColumnTiles = kDv / 64;
+  static constexpr int kLatentSteps = kDv / 64, kSteps = kTile.steps();
+  static constexpr int q_steps(int group) { return kSteps - kTile.q_steps[group]; }
+
+  // Shared memory, in bytes.
+  static constexpr int kKeyStride = kTile.key_stride(), kStageBytes = kTile.stage_bytes();
+  static constexpr int kElementBytes = kIsFp8 ? 1 : 2;                                      // of a latent
+  static constexpr int kRopeAt = kTile.rope_at(), kRopeBytes = kTile.rope_element_bytes();  // within a row
+  static constexpr int kWeightStride = MmaTile::kWeightStride, kWeightCopies = kTile.weight_copies();
+  static constexpr int group_bytes(int group) { return kTile.group_bytes(group); }
+  static constexpr int group_at(int group) {
+    return kStages * kStageBytes + (group == 0 ? 0 : group_bytes(0));
+  }
+  static constexpr int kBarriersAt = group_at(1) + group_bytes(1);  // full, then empty
+  static constexpr int kSmemBytes = kBarriersAt + 16 * kStages;
+  static_assert(kSmemBytes == kTile.smem_bytes() && kSmemBytes <= 99 * 1024 - 256);
+};
+
+// A weight may exceed 1 by this power of 2 before sums are rescaled to a new maximum: most maxima then cost nothing, and no digit of
+// a bf16 or fp16 weight is lost.
+constexpr float kSlack = 8;
+
+// Where a CTA is in the ring of key tiles, from item to item.
+struct Ring {
+  int stage = 0;       // of the tile in use
+  uint32_t round = 0;  // parity of the times round that the ring has been used
+};
+
+}  // namespace treemla::mma
