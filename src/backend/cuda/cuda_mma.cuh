@@ -13,13 +13,16 @@
 
 namespace treemla::mma {
 
+// Both groups run the same instructions, of which there are more than their cache holds.
+constexpr int kEither = -1;
+
 // A thread's part of one work item, in the group of four warps that has kTiles row tiles. Fragments, with g = lane / 4 and
 // t = 2 * (lane % 4):
 //
 //     S^T [16 keys, 8 rows]     keys g, g + 8 x rows t, t + 1
 //     O^T [16 columns, 8 rows]  columns g, g + 8 x rows t, t + 1
-// kGroup: 0 or 1; or kEither, if they do the same: fewer instructions then, of which there are more than their cache holds.
-constexpr int kEither = -1;
+//
+// kGroup is 0 or 1, or kEither if both groups do the same.
 template <class C, int kGroup>
 struct Worker {
   using T = typename C::T;
