@@ -57,7 +57,7 @@ __device__ void store_columns(const KernelArgs& args, int64_t row, int first, co
 
 // kShared: warps of a block that share a row. kColumns: times 128 columns of a row that a warp has.
 template <int kShared, int kColumns>
-__global__ void __launch_bounds__(32 * kWarps, kColumns == 1 ? 4 : 3)
+__global__ void __launch_bounds__(32 * kWarps, kShared > 1 ? 2 : 3)
     combine_kernel(const __grid_constant__ KernelArgs args) {
   __shared__ float4 accs[kShared > 1 ? kShared : 1][32];
   __shared__ float sums[kShared];

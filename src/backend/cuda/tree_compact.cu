@@ -25,7 +25,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kRound = 512;   // moves looked up at a time
 constexpr int kInFlight = 8;  // loads of a thread
-constexpr int kBlocksPerSm = 4;
+constexpr int kBlocksPerSm = 3;
 
 struct CompactShared {
   int64_t from[kRound], to[kRound];  // byte offsets within a layer
