@@ -218,12 +218,12 @@ inline constexpr MmaTile kMmaTiles[] = {
     {512, MmaCache::k16Bit, 1, 4, {0, 0}, 2, 75},    // 8 rows: a decoded token of a TP8 rank
     {256, MmaCache::k16Bit, 8, 4, {0, 0}, 1, 90},    // 64 rows
     {256, MmaCache::k16Bit, 2, 4, {0, 0}, 2, 90},    // 16 rows
-    {512, MmaCache::kE4M3, 9, 4, {6, 1}, 1, 138},    // 72 rows
+    {512, MmaCache::kE4M3, 9, 4, {6, 2}, 1, 138},    // 72 rows
     {512, MmaCache::kE4M3, 8, 6, {2, 2}, 1, 101},    // 64 rows
     {512, MmaCache::kE4M3, 4, 8, {0, 0}, 1, 80},     // 32 rows
     {512, MmaCache::kE4M3, 1, 8, {0, 0}, 2, 80},     // 8 rows
     {256, MmaCache::kE4M3, 8, 8, {0, 0}, 1, 90},     // 64 rows
-    {512, MmaCache::kPacked, 9, 3, {6, 1}, 1, 172},  // packed rows: 72 rows
+    {512, MmaCache::kPacked, 9, 3, {6, 2}, 1, 172},  // packed rows: 72 rows
     {512, MmaCache::kPacked, 8, 5, {2, 2}, 1, 127},  // 64 rows
     {512, MmaCache::kPacked, 4, 7, {0, 0}, 1, 95},   // 32 rows
     {512, MmaCache::kPacked, 1, 7, {0, 0}, 2, 95},   // 8 rows
