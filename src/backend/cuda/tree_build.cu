@@ -304,7 +304,13 @@ constexpr std::size_t kMostDdtreeBytes = ddtree_bytes(kMostNodes, kTableBytes);
 constexpr std::size_t kMostCandidateBytes = tree_bytes(kMostNodes) + 8 * kMaxTreeCandidates;
 static_assert(kMostDdtreeBytes <= 96 * 1024 && kMostCandidateBytes <= 96 * 1024);
 
-__global__ void __launch_bounds__(kThreads, 1)
+// Without a bound the compiler spills two registers on sm_80, though there is room.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kDdtreeBlocks = 1;
+#else
+constexpr int kDdtreeBlocks = 0;  // none
+#endif
+__global__ void __launch_bounds__(kThreads, kDdtreeBlocks)
     ddtree_kernel(const __grid_constant__ BuildProblem p, const __grid_constant__ TreeOutput out,
                   const __grid_constant__ ScoreTop top, bool has_table, FaultWord* faults) {
   extern __shared__ __align__(16) unsigned char smem[];
