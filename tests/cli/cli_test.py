@@ -719,6 +719,8 @@ class PlanAndInfo(CliTest):
         self.assertEqual(len(rows), 120)
         self.assertEqual(rows[0][:4], ["1", "1", "8", "256"])
         self.assertEqual(rows[-1][:4], ["8", "33", "128", "65536"])
+        if "cuda_mma" in self.run_ok("plan --arch sm_120"):  # built with nvcc
+            self.assertEqual({row[4] for row in rows}, {"cuda_mma"})
         self.assert_refused(treemla("plan --arch sm_120 --grid --b 2"), "--grid", "together with --b")
 
     def test_packed_cache(self):
