@@ -1,16 +1,19 @@
 // Compacting the cache on a device, all layers and requests in one launch.
 //
-// A row is units of up to 16 bytes. A thread has one unit of one layer and moves it for all rows of the path, in order: a[j] rises
+// A row is units of up to 16 bytes. A thread takes a unit of one layer and moves it for all rows of the path, in order: a[j] rises
 // faster than j, so what it overwrites it has read before, and nobody
 // else touches its bytes. No two threads need to wait for each
 // other, whatever overlaps. Eight loads are in flight before the first is stored.
 //
-//     blockIdx.y  request        blockIdx.x * 256 + threadIdx.x  unit: layer * units a row + place in the row
+//     blockIdx.y  request        blockIdx.x * 256 + threadIdx.x, and on by a grid's width  unit: layer * units a row + place in the row
 //
 // Every block looks up and checks all of its request's rows first (few: it is the accepted path), so that a bad table moves nothing.
 // Bound: each moved row is read and written once.
 
+#include <algorithm>
+
 #include "backend/cuda/cuda_check.hpp"
+#include "backend/cuda/device_properties.hpp"
 #include "backend/cuda/tree_kernels.hpp"
 #include "backend/cuda/tree_workspace.hpp"
 #include "trees/compact_plan.hpp"
@@ -22,6 +25,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kRound = 512;   // moves looked up at a time
 constexpr int kInFlight = 8;  // loads of a thread
+constexpr int kBlocksPerSm = 3;
 
 struct CompactShared {
   int64_t from[kRound], to[kRound];  // byte offsets within a layer
@@ -92,7 +96,7 @@ __device__ void write_lengths(const CompactProblem& p, const CompactOutput& out,
 }
 
 template <class Unit>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     compact_kernel(const __grid_constant__ CompactProblem p, const __grid_constant__ CompactOutput out,
                    int first_request, FaultWord* faults) {
   __shared__ CompactShared shared;
@@ -133,13 +137,8 @@ __global__ void __launch_bounds__(kThreads)
   if (first_moved >= c.num_kept) return;
 
   const int units = static_cast<int>(p.row_bytes / static_cast<int64_t>(sizeof(Unit)));
-  const int64_t unit = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const bool has_unit = unit < static_cast<int64_t>(p.num_layers) * units;
-  const int layer = has_unit ? static_cast<int>(unit / units) : 0;
-  char* base = has_unit ? layer_base(p, layer) : nullptr;
-  const bool moves = is_usable<Unit>(base);
-  base += (unit - static_cast<int64_t>(layer) * units) * static_cast<int64_t>(sizeof(Unit));
-  // The last round is the one that is looked up already: the only one on all but absurd paths.
+  const int64_t num_units = static_cast<int64_t>(p.num_layers) * units;
+  // One round, the one that is looked up already, on all but absurd paths.
   const bool one_round = c.num_kept <= kRound;
   for (int begin = first_moved / kRound * kRound; begin < c.num_kept; begin += kRound) {
     if (!one_round) {
@@ -147,18 +146,30 @@ __global__ void __launch_bounds__(kThreads)
       look_up(p, c, r, begin, stride, shared);
       __syncthreads();
     }
-    if (moves) move_units<Unit>(base, shared, max(0, first_moved - begin), min(kRound, c.num_kept - begin));
+    for (int64_t unit = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; unit < num_units;
+         unit += static_cast<int64_t>(gridDim.x) * kThreads) {
+      const int layer = static_cast<int>(unit / units);
+      char* base = layer_base(p, layer);
+      if (!is_usable<Unit>(base)) continue;
+      base += (unit - static_cast<int64_t>(layer) * units) * static_cast<int64_t>(sizeof(Unit));
+      move_units<Unit>(base, shared, max(0, first_moved - begin), min(kRound, c.num_kept - begin));
+    }
   }
 }
 
 template <class Unit>
 void launch(const CompactProblem& p, const CompactOutput& output, FaultWord* faults, cudaStream_t stream) {
   const int64_t units = p.num_layers * (p.row_bytes / static_cast<int64_t>(sizeof(Unit)));
-  const auto blocks = static_cast<unsigned>(units > 0 ? ceil_div<int64_t>(units, kThreads) : 1);
+  const int64_t places = int64_t{kBlocksPerSm} * std::max(1, current_cuda_device().model.num_sms);
   constexpr int kMostRequests = 65535;  // of a grid's second dimension
   for (int first = 0; first < p.b; first += kMostRequests) {
-    const auto requests = static_cast<unsigned>(p.b - first < kMostRequests ? p.b - first : kMostRequests);
-    compact_kernel<Unit><<<dim3(blocks, requests), kThreads, 0, stream>>>(p, output, first, faults);
+    const int requests = std::min(p.b - first, kMostRequests);
+    // All blocks at once: a later one would wait, and look up the rows once more.
+    const int64_t blocks =
+        std::clamp<int64_t>(ceil_div<int64_t>(units, kThreads), 1, std::max<int64_t>(1, places / requests));
+    compact_kernel<Unit>
+        <<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(requests)), kThreads, 0, stream>>>(
+            p, output, first, faults);
     check_launch("compact_kernel");
   }
 }
