@@ -12,11 +12,16 @@ namespace treemla {
 const std::vector<const Backend*>& backends() {
   static const std::vector<const Backend*> all = {
 #ifdef TREEMLA_HAS_CUDA
-      &cuda_mma_backend(),          &cuda_fp32_tiled_backend(),
-      &cuda_warp_per_key_backend(), &cuda_warp_per_key_scalar_backend(),
-      &cuda_head_tile_backend(),    &cuda_naive_backend(),
+      &cuda_wgmma_backend(),
+      &cuda_mma_backend(),
+      &cuda_fp32_tiled_backend(),
+      &cuda_warp_per_key_backend(),
+      &cuda_warp_per_key_scalar_backend(),
+      &cuda_head_tile_backend(),
+      &cuda_naive_backend(),
 #endif
-      &cpu_simd_backend(),          &cpu_oracle_backend()};
+      &cpu_simd_backend(),
+      &cpu_oracle_backend()};
   return all;
 }
 

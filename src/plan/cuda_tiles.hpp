@@ -262,4 +262,78 @@ inline const MmaTile* choose_mma_tile(int d_v, MmaCache cache, int64_t requests,
   return best;
 }
 
+// cuda_wgmma: `rows` (node, head) rows against tiles of 64 keys on Hopper: a warpgroup that copies, one that scores, two that accumulate.
+// A row's bits don't depend on the tile.
+struct WgmmaTile {
+  static constexpr int kThreads = 512;
+  static constexpr int kKeys = 64;
+  static constexpr int kRope = 64;              // rope columns that there is room for
+  static constexpr int kPanelColumns = 64;      // shared memory has rows in panels of 128 bytes
+  static constexpr int kPanelBytes = 64 * 128;  // of a tile of keys
+  static constexpr int kChunkPanels = 2;        // what is handed from warpgroup to warpgroup at once
+  int d_v = 0;
+  int rows = 0;
+  int stages = 2;       // of latents
+  int rope_stages = 1;  // of rope columns, which are done with earlier
+  // Hundredths of a microsecond that a key tile takes on an SM of the H200.
+  int tile_cost = 0;
+
+  constexpr int panels() const { return d_v / kPanelColumns; }
+  constexpr int chunks() const { return panels() / kChunkPanels; }
+  constexpr int q_at() const { return (stages * panels() + rope_stages) * kPanelBytes; }
+  constexpr int weights_at() const { return q_at() + (panels() + 1) * rows * 128; }
+  // A factor a row, a mark, barriers.
+  constexpr int factors_at() const { return weights_at() + rows * 128; }
+  constexpr int barriers_at() const { return factors_at() + 4 * rows + 16; }
+  constexpr int num_barriers() const { return 2 * (stages * chunks() + rope_stages) + 4; }
+  constexpr int smem_bytes() const { return barriers_at() + 8 * num_barriers(); }
+
+  // In hundredths of a microsecond on the H200.
+  constexpr TilePolicy policy() const {
+    TilePolicy t;
+    t.rows_per_tile = rows;
+    t.row_granularity = rows;  // narrow row tiles take as long as full ones
+    t.keys_per_tile = kKeys;
+    t.row_cost = 0;
+    t.load_cost = tile_cost;
+    t.pair_cost = 600;
+    return t;
+  }
+};
+
+// The compiled instances. Widest rows first: they make the most of each loaded key.
+inline constexpr WgmmaTile kWgmmaTiles[] = {
+    {512, 72, 2, 1, 220},  // 8 heads x 9 nodes
+    {512, 64, 2, 2, 200}, {512, 32, 2, 2, 200},
+    {512, 16, 3, 1, 200}, {512, 8, 3, 3, 200},  // a decoded token of a TP8 rank
+    {256, 64, 4, 4, 120}, {256, 16, 5, 5, 120},
+};
+
+constexpr WgmmaTile find_wgmma_tile(int d_v, int rows) {
+  for (const WgmmaTile& t : kWgmmaTiles)
+    if (t.d_v == d_v && t.rows == rows) return t;
+  return {};
+}
+
+// The tile that should end first for `requests` requests of about `rows` (node, head) rows and at most `keys` keys.
+inline const WgmmaTile* choose_wgmma_tile(int d_v, int64_t requests, int64_t rows, int64_t keys,
+                                          int num_sms) {
+  const WgmmaTile* best = nullptr;
+  int64_t best_cost = 0;
+  for (const WgmmaTile& t : kWgmmaTiles) {
+    if (t.d_v != d_v) continue;
+    const TilePolicy policy = t.policy();
+    const int64_t pairs = requests * ceil_div<int64_t>(rows, t.rows),
+                  tiles = ceil_div<int64_t>(keys, WgmmaTile::kKeys);
+    const int64_t work = pairs * (tiles * policy.load_cost + policy.pair_cost) / num_sms;
+    const int64_t least = policy.load_cost + policy.pair_cost;
+    const int64_t cost = (work > least ? work : least) + t.rows;
+    if (best == nullptr || cost < best_cost) {
+      best = &t;
+      best_cost = cost;
+    }
+  }
+  return best;
+}
+
 }  // namespace treemla

@@ -18,6 +18,17 @@ __device__ __forceinline__ uint16_t narrow(float x) {
     return __bfloat16_as_ushort(__float2bfloat16_rn(x));
 }
 
+// Two numbers, the first in the lower half.
+template <class T>
+__device__ __forceinline__ uint32_t narrow_pair(float x0, float x1) {
+  std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162> y;
+  if constexpr (std::is_same_v<T, __half>)
+    y = __floats2half2_rn(x0, x1);
+  else
+    y = __floats2bfloat162_rn(x0, x1);
+  return reinterpret_cast<const uint32_t&>(y);
+}
+
 // Two e4m3 numbers, in the upper halves of x's 16-bit words, to T: exponent and fraction move into place, and one exact multiplication
 // makes up for the difference of the exponents' biases, subnormal numbers included. Not for NaN.
 template <class T>

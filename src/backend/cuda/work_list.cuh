@@ -17,11 +17,12 @@ class WorkList {
     left_ = w.count;
   }
   __device__ bool next(CudaWorkItem& item) {
-    if (left_ == 0) return false;
-    item = *next_++;
-    --left_;
-    return true;
+    const CudaWorkItem* i = next();
+    if (i != nullptr) item = *i;
+    return i != nullptr;
   }
+  // Where it lies, for who has no registers for all of it; null after the last.
+  __device__ const CudaWorkItem* next() { return left_-- > 0 ? next_++ : nullptr; }
 
  private:
   const CudaWorkItem* next_;

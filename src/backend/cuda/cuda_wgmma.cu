@@ -1,0 +1,100 @@
+// cuda_wgmma: attention on Hopper's tensor cores, whose products take a warpgroup and read shared memory. Rows are (node, head) pairs,
+// heads fastest.
+//
+//     S^T [64 keys, rows] = K Q^T      P = 2^(scale * S - m)      O^T [d_v, rows] = O^T * shrink + V^T P^T      V: the first d_v columns of K
+//
+// q, cache and weights bf16 or fp16; sums, and outputs on request, float32. d_v/d_rope 512/64, 512/0, 256/64, 256/32; any h_q, page
+// size, mask. Keys and shapes as everywhere: src/plan/split.hpp cuts the work, tiles begin at multiples of 64 keys.
+//
+// Rows are the N of wgmma.m64nNk16, whose granularity is 8, and keys or columns its M: 72 rows, 8 heads x 9 nodes, leave no row idle.
+// Both products have the same keys in shared memory as their A: as they lie for the first, transposed for the second.
+//
+// Four warpgroups of 128 threads, each with a task, that meet at mbarriers:
+//
+//     copy         keys, by 16-byte cp.async whatever the page size, 8 threads a row; page entries a tile ahead; queries      64 registers
+//     score        S^T, mask, softmax; P^T to shared memory as the B of the second product                                    112
+//     accumulate   O^T, columns 0 to d_v / 2 - 1: 144 of its registers at 72 rows, d_v 512                                    168
+//     accumulate   the other columns                                                                                          168
+//
+//     copy         | tile i + 2, as chunks come free      |
+//     score        | S(i + 1)            | softmax(i + 1) | S(i + 2)
+//     accumulate   | V(i)^T P(i)^T             |          | V(i + 1)^T P(i + 1)^T
+//
+// Keys lie in panels of 64 columns, 64 rows of 128 bytes each, swizzled; two panels, a chunk, are handed over at once, so that the places of
+// tile i are filled again while tile i + 1 is at work. Rope columns are done with after the scores and have places of their own.
+//
+// Shared memory, bytes                              72 rows    64 rows     8 rows
+//     latents   [stages][d_v / 64][64][128]         131,072    131,072    196,608
+//     rope      [rope stages][64][128]                8,192     16,384     24,576
+//     queries   [d_v / 64 + 1][rows][128]            82,944     73,728      9,216
+//     weights   [rows][128]                           9,216      8,192      1,024     between tiles, and at the end: partial maxima, sums
+//     factors   [rows], a mark, barriers                488        464        288
+//                                                   231,912    229,840    231,712     sm_90: 232,448
+//
+// Budget, 72 rows x 64 keys of d_v 512, in cycles of an SM of the H200: tensor cores 68 products of 36, 2,448; softmax about 500, in which
+// the other warpgroups have products; a tile's 73,728 bytes from memory 3,800. So 72 rows and fewer are bound by memory.
+//
+// Masks: tiles inside the prefix know none. In the others hidden scores become -inf, keys past the end are zeros, and values that are
+// not finite are cleared, lest 0 * NaN reach a row that does not see them; whoever sees such a key has NaN among its weights.
+//
+// A row's bits depend on its keys alone: products, sums and maxima are taken over tiles of 64 keys in every instance, and a maximum is
+// raised by the row's own scores.
+
+#include <algorithm>
+#include <string>
+
+#include "backend/cuda/cuda_backend.hpp"
+#include "backend/cuda/cuda_backends.hpp"
+#include "backend/cuda/cuda_wgmma_kernels.hpp"
+#include "core/lookup.hpp"
+
+namespace treemla {
+namespace {
+
+std::string why_queries_not_aligned(const VerifyProblem& p) {
+  if (reinterpret_cast<std::uintptr_t>(p.q.data) % 16 == 0 && q_token_stride(p) % 8 == 0 &&
+      q_head_stride(p) % 8 == 0)
+    return "";
+  return "q.data or strides of q that are not multiples of 16 bytes";
+}
+
+class CudaWgmma : public CudaBackend {
+ public:
+  CudaWgmma() : CudaBackend("cuda_wgmma") {}
+
+ protected:
+  Support supports_kernel(const VerifyProblem& p, const CudaDevice& device) const override {
+    if (device.cc != 0 && device.cc != 90)
+      return Support::no("needs a card of compute capability 9.0 (H100, H200)");
+    if (const Support s = supports_ladder_shape(p); !s.ok) return s;
+    if (p.kv.dtype == DType::kF32) return Support::no("fp32 caches: takes bf16, fp16");
+    if (p.q.dtype != p.kv.dtype)
+      return Support::no("q in " + std::string(dtype_name(p.q.dtype)) + " and a cache in " +
+                         std::string(dtype_name(p.kv.dtype)) + ": takes q in the cache's dtype");
+    if (const std::string reason = why_not_aligned(p, 16); !reason.empty()) return Support::no(reason);
+    if (const std::string reason = why_queries_not_aligned(p); !reason.empty()) return Support::no(reason);
+    if (const std::string reason = why_pool_too_large(p); !reason.empty()) return Support::no(reason);
+    return Support::yes();
+  }
+
+  CudaInstance instance(const VerifyProblem& p, const CudaDevice& device) const override {
+    const int64_t nodes = p.b > 0 ? ceil_div<int64_t>(p.q.total_q, p.b) : 0;
+    const WgmmaTile* tile = choose_wgmma_tile(p.shape.d_v, p.b, nodes * p.shape.h_q, kv_len_bound(p),
+                                              std::max(1, device.model.num_sms));
+    CudaInstance k;
+    k.function = p.q.dtype == DType::kBF16 ? wgmma_kernel_bf16(*tile) : wgmma_kernel_fp16(*tile);
+    k.threads = WgmmaTile::kThreads;
+    k.smem_bytes = tile->smem_bytes();
+    k.tile = tile->policy();
+    return k;
+  }
+};
+
+}  // namespace
+
+const Backend& cuda_wgmma_backend() {
+  static const CudaWgmma backend;
+  return backend;
+}
+
+}  // namespace treemla

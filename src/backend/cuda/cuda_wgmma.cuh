@@ -1,0 +1,564 @@
+// The device code of cuda_wgmma; cuda_wgmma.cu says what it computes, with the shared-memory map and the layouts.
+#pragma once
+
+#include <iterator>
+#include <type_traits>
+
+#include "backend/cuda/cuda_wgmma_config.cuh"
+#include "backend/cuda/fragment_output.cuh"
+#include "backend/cuda/half_types.cuh"
+#include "backend/cuda/kernel_io.cuh"
+#include "backend/cuda/ptx_sm80.cuh"
+#include "backend/cuda/ptx_sm90.cuh"
+#include "backend/cuda/work_list.cuh"
+#include "plan/cuda_tiles.hpp"
+
+namespace treemla::wgmma {
+
+// The shared-memory map from its address on.
+template <class C>
+struct SharedMap {
+  uint32_t base;
+
+  __device__ __forceinline__ uint32_t panel(int stage, int p) const {
+    return base + (stage * C::kPanels + p) * C::kPanelBytes;
+  }
+  __device__ __forceinline__ uint32_t rope(int stage) const {
+    return base + C::kRopeAt + stage * C::kPanelBytes;
+  }
+  __device__ __forceinline__ uint32_t q_panel(int p) const { return base + C::kQAt + p * C::kQPanelBytes; }
+  __device__ __forceinline__ uint32_t weights() const { return base + C::kWeightsAt; }
+  __device__ __forceinline__ uint32_t factors() const { return base + C::kFactorsAt; }
+  __device__ __forceinline__ uint32_t raised() const { return base + C::kRaisedAt; }
+  // Barriers.
+  __device__ __forceinline__ uint32_t full(int stage, int chunk) const {
+    return base + C::kFullAt + 8 * (stage * C::kChunks + chunk);
+  }
+  __device__ __forceinline__ uint32_t empty(int stage, int chunk) const {
+    return base + C::kEmptyAt + 8 * (stage * C::kChunks + chunk);
+  }
+  __device__ __forceinline__ uint32_t rope_full(int stage) const { return base + C::kRopeFullAt + 8 * stage; }
+  __device__ __forceinline__ uint32_t rope_empty(int stage) const {
+    return base + C::kRopeEmptyAt + 8 * stage;
+  }
+  __device__ __forceinline__ uint32_t q_full() const { return base + C::kQFullAt; }
+  __device__ __forceinline__ uint32_t q_empty() const { return base + C::kQEmptyAt; }
+  __device__ __forceinline__ uint32_t weights_full() const { return base + C::kWeightsFullAt; }
+  __device__ __forceinline__ uint32_t weights_empty() const { return base + C::kWeightsEmptyAt; }
+
+  __device__ __forceinline__ void init_barriers() const {
+    for (int i = 0; i < C::kStages * C::kChunks; ++i) {
+      init_barrier(base + C::kFullAt + 8 * i, 128);
+      init_barrier(base + C::kEmptyAt + 8 * i, 4);
+    }
+    for (int i = 0; i < C::kRopeStages; ++i) {
+      init_barrier(rope_full(i), 128);
+      init_barrier(rope_empty(i), 4);
+    }
+    init_barrier(q_full(), 128);
+    init_barrier(q_empty(), 4);
+    init_barrier(weights_full(), 4);
+    init_barrier(weights_empty(), 8);
+  }
+};
+
+// One arrival for the warp, after all of its lanes.
+__device__ __forceinline__ void arrive_warp(uint32_t barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) arrive(barrier);
+}
+
+// ---- copy: keys and queries to shared memory, by 128 threads, 8 a row, 16 bytes a thread ----
+
+template <class C>
+struct Copier {
+  const KernelArgs& args;
+  const SharedMap<C>& map;
+  int first_row, chunk;  // rows first_row + 16 i; chunk of 16 bytes of a panel's 128
+  Ring<C::kStages> ring;
+  Ring<C::kRopeStages> rope_ring;
+  uint32_t q_round = 0;
+  static constexpr int kKeyRows = C::kKeys / 16;
+  // This thread's chunk of the first panel of its rows, and what the page table says of those of the next tile, of a 64-bit entry the lower
+  // half: unread, so that nobody waits for it.
+  const char* rows[kKeyRows];
+  uint32_t entries[kKeyRows];
+
+  __device__ __forceinline__ Copier(const KernelArgs& a, const SharedMap<C>& m, int thread)
+      : args(a), map(m), first_row(thread / 8), chunk(thread % 8) {}
+
+  __device__ __forceinline__ int64_t entry_index(const CudaWorkItem& item, int key) const {
+    return item.page_base + args.pages.page_size.quotient(key);
+  }
+  __device__ __forceinline__ void fetch_entries(const CudaWorkItem& item, int tile_key) {
+#pragma unroll
+    for (int i = 0; i < kKeyRows; ++i) {
+      const int key = tile_key + first_row + 16 * i;
+      if (key < item.key_end)
+        entries[i] = __ldg(static_cast<const uint32_t*>(args.pages.entries) +
+                           (entry_index(item, key) << args.pages.is_int64));
+    }
+  }
+  // Pool rows, and the bytes between them, fit 32 bits each: supports_kernel() looks. As in pool_row(), an entry outside the pool counts as
+  // 0; rows past the item's end are row 0, of which nothing is read.
+  __device__ __forceinline__ void find_rows(const CudaWorkItem& item, int tile_key) {
+    const int size = args.pages.page_size.divisor;
+#pragma unroll
+    for (int i = 0; i < kKeyRows; ++i) {
+      const int key = tile_key + first_row + 16 * i;
+      uint32_t row = 0;
+      if (key < item.key_end) {
+        const int page = args.pages.page_size.quotient(key);
+        const int32_t high =
+            args.pages.is_int64
+                ? __ldg(static_cast<const int32_t*>(args.pages.entries) + 2 * entry_index(item, key) + 1)
+                : static_cast<int32_t>(entries[i]) >> 31;
+        uint64_t entry = static_cast<uint64_t>(static_cast<uint32_t>(high)) << 32 | entries[i];
+        if (entry >= static_cast<uint64_t>(args.pages.num_pages)) {
+          report_fault(args.plan, DeviceFault::kPageEntry, item.request, page);
+          entry = 0;
+        }
+        row = static_cast<uint32_t>(entry) * size + (key - page * size);
+      }
+      rows[i] = static_cast<const char*>(args.kv) + 16 * chunk +
+                static_cast<uint64_t>(row) * (2 * static_cast<uint32_t>(args.kv_row_stride));
+    }
+  }
+  __device__ __forceinline__ void copy_keys(const CudaWorkItem& item, int tile_key) {
+    const int num_keys = item.key_end - tile_key - first_row;  // row i is there if 16 i < num_keys
+    const uint32_t to = map.panel(ring.stage, 0) + swizzled(first_row, chunk);
+#pragma unroll
+    for (int c = 0; c < C::kChunks; ++c) {
+      wait_barrier(map.empty(ring.stage, c), ring.round ^ 1);
+#pragma unroll
+      for (int i = 0; i < kKeyRows; ++i)
+#pragma unroll
+        for (int p = C::kChunkPanels * c; p < C::kChunkPanels * (c + 1); ++p)
+          copy16(to + p * C::kPanelBytes + 2048 * i, rows[i] + 128 * p, 16 * i < num_keys);
+      arrive_after_copies(map.full(ring.stage, c));
+    }
+    const bool has_rope = 8 * chunk < args.d_rope;
+    wait_barrier(map.rope_empty(rope_ring.stage), rope_ring.round ^ 1);
+#pragma unroll
+    for (int i = 0; i < kKeyRows; ++i)
+      copy16(map.rope(rope_ring.stage) + swizzled(first_row, chunk) + 2048 * i,
+             rows[i] + (has_rope ? 128 * C::kPanels : 0), has_rope && 16 * i < num_keys);
+    arrive_after_copies(map.rope_full(rope_ring.stage));
+    ring.step();
+    rope_ring.step();
+  }
+  __device__ __forceinline__ void copy_queries(const CudaWorkItem& item) {
+    wait_barrier(map.q_empty(), q_round ^ 1);
+    q_round ^= 1;
+#pragma unroll 1
+    for (int row = first_row; row < C::kRows; row += 16) {
+      const int packed = item.row_begin + row;
+      const bool ok = packed < item.row_end;
+      const char* from = static_cast<const char*>(args.q) + 16 * chunk;
+      if (ok) {
+        const int node = packed / args.h_q, head = packed - node * args.h_q;
+        from += 2 * ((static_cast<int64_t>(item.q_begin) + node) * args.q_token_stride +
+                     head * args.q_head_stride);
+      }
+      const bool has_rope = ok && 8 * chunk < args.d_rope;
+#pragma unroll
+      for (int p = 0; p <= C::kPanels; ++p)
+        copy16(map.q_panel(p) + swizzled(row, chunk), from + (p < C::kPanels || has_rope ? 128 * p : 0),
+               p < C::kPanels ? ok : has_rope);
+    }
+    arrive_after_copies(map.q_full());
+  }
+  __device__ __forceinline__ void run() {
+    WorkList list(args.plan, static_cast<int>(blockIdx.x));
+    for (CudaWorkItem item; list.next(item);) {
+      fetch_entries(item, item.key_begin);
+#pragma unroll 1
+      for (int key = item.key_begin; key < item.key_end; key += C::kKeys) {
+        find_rows(item, key);
+        fetch_entries(item, key + C::kKeys);
+        copy_keys(item, key);
+        if (key == item.key_begin) copy_queries(item);
+      }
+    }
+    wait_copies<0>();
+  }
+};
+
+// ---- score: S^T = K Q^T, mask, softmax; weights to shared memory ----
+
+// Sums of a thread: key g or g + 8 of the warp's 16 x rows 8 j + t, 8 j + t + 1, as multiply() has them.
+template <class C>
+struct Scorer {
+  using T = typename C::T;
+  static constexpr int kSums = C::kRows / 2, kOwnRows = C::kRows / 4;
+  const KernelArgs& args;
+  const SharedMap<C>& map;
+  int warp, lane;
+  float scale;
+  Ring<C::kStages> ring;
+  Ring<C::kRopeStages> rope_ring;
+  uint32_t q_round = 0, weights_round = 0;
+  // Of rows 8 j + t + e, at 2 j + e: largest score, about, in base-2 logarithms; sum over this thread's keys.
+  float top[kOwnRows], sum[kOwnRows];
+
+  __device__ __forceinline__ Scorer(const KernelArgs& a, const SharedMap<C>& m, int thread)
+      : args(a), map(m), warp(thread / 32), lane(thread % 32) {
+    scale = args.score_scale * 1.44269504088896340736f;
+  }
+
+  __device__ __forceinline__ static void sync() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
+  // The same; is x true in any of its threads?
+  __device__ __forceinline__ static bool sync_or(bool x) {
+    int any;
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %1, 0;\n\tbar.red.or.pred p, 1, 128, p;\n\tselp.s32 %0, 1, 0, "
+        "p;\n\t}"
+        : "=r"(any)
+        : "r"(static_cast<int>(x))
+        : "memory");
+    return any != 0;
+  }
+
+  __device__ __forceinline__ void multiply_panel(float (&s)[kSums], uint32_t keys, int p) const {
+    const uint64_t a = matrix_at(keys), b = matrix_at(map.q_panel(p));
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      multiply<T, false>(s, matrix_after(a, 32 * k), matrix_after(b, 32 * k), p > 0 || k > 0);
+  }
+  __device__ __forceinline__ void multiply_tile(float (&s)[kSums]) {
+    pin(s);
+#pragma unroll
+    for (int c = 0; c < C::kChunks; ++c) {
+      wait_barrier(map.full(ring.stage, c), ring.round);
+      fence_async_reads();
+      if (c == 0) begin_products();
+#pragma unroll
+      for (int p = C::kChunkPanels * c; p < C::kChunkPanels * (c + 1); ++p)
+        multiply_panel(s, map.panel(ring.stage, p), p);
+    }
+    wait_barrier(map.rope_full(rope_ring.stage), rope_ring.round);
+    fence_async_reads();
+    multiply_panel(s, map.rope(rope_ring.stage), C::kPanels);
+    commit_products();
+    wait_products<0>();
+    pin(s);
+  }
+
+  // Bit i: the row sees key tile_key + i. Any number of them for rows that are padding.
+  __device__ __forceinline__ uint64_t seen_keys(const CudaWorkItem& item, int tile_key, int row) const {
+    const int packed = min(item.row_begin + row, item.row_end - 1), node = packed / args.h_q;
+    const int first = tile_key - item.prefix_len,
+              before = max(-first, 0);  // tree key of bit 0; keys of the prefix
+    const auto lowest = [](int n) { return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; };
+    uint64_t seen = ~uint64_t{0};
+    if (before < C::kKeys) {
+      const int from = max(first, 0);
+      uint64_t tree = ~uint64_t{0};
+      if (args.mask.kind == MaskKind::kCausal) {
+        tree = lowest(max(node + 1 - from, 0));
+      } else if (args.mask.kind == MaskKind::kTree) {
+        const uint32_t* words =
+            args.mask.bits + (static_cast<int64_t>(item.q_begin) + node) * args.mask.words;
+        const auto word = [&](int i) { return i < args.mask.words ? words[i] : 0u; };
+        const int w = from >> 5;
+        tree = static_cast<uint64_t>(__funnelshift_r(word(w + 1), word(w + 2), from)) << 32 |
+               __funnelshift_r(word(w), word(w + 1), from);
+      }
+      seen = tree << before | lowest(before);
+    }
+    return seen & lowest(item.key_end - tile_key);
+  }
+  // By way of the place of the weights: the last ones must be used.
+  __device__ __forceinline__ void hide(float (&x)[kSums], const CudaWorkItem& item, int tile_key) const {
+    wait_barrier(map.weights_empty(), weights_round ^ 1);
+    const int row = 32 * warp + lane;
+    if (row < C::kRows) store_shared(map.weights() + 8 * row, seen_keys(item, tile_key, row));
+    sync();
+#pragma unroll
+    for (int i = 0; i < kOwnRows; ++i) {
+      const uint64_t seen = load_shared<uint64_t>(map.weights() + 8 * (i / 2 * 8 + 2 * (lane & 3) + i % 2)) >>
+                            (16 * warp + (lane >> 2));
+      if (!(seen & 1)) x[i / 2 * 4 + i % 2] = -INFINITY;
+      if (!(seen >> 8 & 1)) x[i / 2 * 4 + 2 + i % 2] = -INFINITY;
+    }
+  }
+  // A hidden row may hold NaN or infinity, and a weight of 0 would not keep it out of a product: zeros instead. Whoever sees the row has
+  // NaN among its weights.
+  __device__ __forceinline__ void clear_nonfinite(const CudaWorkItem& item, int tile_key) const {
+    const auto clear = [](uint32_t& x) {
+      constexpr uint32_t kExponent = std::is_same_v<T, __half> ? 0x7C00 : 0x7F80;
+      if ((x & kExponent) == kExponent) x &= 0xFFFF0000;
+      if ((x >> 16 & kExponent) == kExponent) x &= 0xFFFF;
+    };
+    constexpr int kRowChunks = 8 * C::kPanels;
+    const int begin = max(item.prefix_len - tile_key, 0), end = min(item.key_end - tile_key, C::kKeys);
+#pragma unroll 1
+    for (int i = begin * kRowChunks + 32 * warp + lane; i < end * kRowChunks; i += 128) {
+      const int row = i / kRowChunks, c = i % kRowChunks;
+      const uint32_t at = map.panel(ring.stage, c / 8) + row * 128 + c % 8 * 16;
+      uint4 x = load_shared<uint4>(at);
+      clear(x.x), clear(x.y), clear(x.z), clear(x.w);
+      store_shared(at, x);
+    }
+  }
+
+  // Online softmax (Milakov and Gimelshein, 2018): m is about the largest score so far, the weights are 2^(s - m), and
+  // 2^(m_old - m) is what the sums so far must be multiplied by. Whether m is raised is a row's own affair: its bits don't depend on others.
+  __device__ __forceinline__ bool exceeds(const float (&x)[kSums]) const {
+    bool any = false;
+#pragma unroll
+    for (int i = 0; i < kOwnRows; ++i)
+      any |= fmaxf(x[i / 2 * 4 + i % 2], x[i / 2 * 4 + 2 + i % 2]) > top[i] + kSlack;
+    return any;
+  }
+  __device__ __forceinline__ uint32_t scratch(int w, int i) const {
+    return map.weights() + 4 * (w * C::kRows + i / 2 * 8 + 2 * (lane & 3) + i % 2);
+  }
+  __device__ __forceinline__ void raise_tops(const float (&x)[kSums]) {
+#pragma unroll
+    for (int i = 0; i < kOwnRows; ++i) {
+      float largest = fmaxf(x[i / 2 * 4 + i % 2], x[i / 2 * 4 + 2 + i % 2]);
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+      if (lane < 4) store_shared(scratch(warp, i), largest);
+    }
+    sync();
+#pragma unroll
+    for (int i = 0; i < kOwnRows; ++i) {
+      const float largest =
+          fmaxf(fmaxf(load_shared<float>(scratch(0, i)), load_shared<float>(scratch(1, i))),
+                fmaxf(load_shared<float>(scratch(2, i)), load_shared<float>(scratch(3, i))));
+      float shrink = 1;
+      if (largest > top[i] + kSlack) {
+        shrink = exp2_fast(top[i] - largest);
+        top[i] = largest;
+      }
+      sum[i] *= shrink;
+      if (warp == 0 && lane < 4) store_shared(map.factors() + 4 * (i / 2 * 8 + 2 * lane + i % 2), shrink);
+    }
+    sync();
+  }
+  // Weights of row tile j, for keys g (0) and g + 8 (1) of the warp's.
+  __device__ __forceinline__ void weigh(uint32_t (&w)[2], const float (&x)[kSums], int j) {
+    float y[4];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float base =
+          top[2 * j + e] == -INFINITY ? 0.0f : top[2 * j + e];  // nothing seen yet: never -inf + inf
+      y[e] = exp2_fast(x[4 * j + e] - base);
+      y[2 + e] = exp2_fast(x[4 * j + 2 + e] - base);
+      sum[2 * j + e] += y[e] + y[2 + e];
+    }
+    w[0] = narrow_pair<T>(y[0], y[1]);
+    w[1] = narrow_pair<T>(y[2], y[3]);
+  }
+  __device__ __forceinline__ void store_weights(const float (&x)[kSums]) {
+    // Lane l: row l % 8 of row tile l / 16, keys 8 * (l / 8 % 2) on of the warp's.
+    const uint32_t to = map.weights() + swizzled(8 * (lane >> 4) + (lane & 7), 2 * warp + (lane >> 3 & 1));
+#pragma unroll
+    for (int j = 0; j < C::kRowTiles; j += 2) {
+      uint32_t w[2], w_next[2];
+      weigh(w, x, j);
+      if (j + 1 < C::kRowTiles) {
+        weigh(w_next, x, j + 1);
+        store_matrices_transposed(to + 1024 * j, w[0], w[1], w_next[0], w_next[1]);
+      } else {
+        store_matrices_transposed(to + 1024 * j, w[0], w[1]);
+      }
+    }
+  }
+  __device__ __forceinline__ void hand_over_weights() {
+    fence_async_reads();
+    arrive_warp(map.weights_full());
+    weights_round ^= 1;
+  }
+
+  // Each row's lse, and as its factor what its sums are to be multiplied by.
+  __device__ __forceinline__ void finish(const CudaWorkItem& item) {
+    wait_barrier(map.weights_empty(), weights_round ^ 1);
+#pragma unroll
+    for (int i = 0; i < kOwnRows; ++i) {
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], step);
+      if (lane < 4) store_shared(scratch(warp, i), sum[i]);
+      if (lane < 4 && warp == 0) store_shared(scratch(4, i), top[i]);
+    }
+    sync();
+    const int row = 32 * warp + lane, packed = item.row_begin + row;
+    if (row < C::kRows) {
+      const auto at = [&](int w) { return load_shared<float>(map.weights() + 4 * (w * C::kRows + row)); };
+      const float total = (at(0) + at(1)) + (at(2) + at(3));
+      const bool none = total == 0;
+      store_shared(map.factors() + 4 * row, none ? kNoKey : args.value_scale / total);
+      if (packed < item.row_end) {
+        const float lse = none ? -INFINITY : (at(4) + log2f(total)) * 0.693147180559945309417f;
+        if (item.partial >= 0)
+          args.partial_lse[static_cast<int64_t>(item.partial) * C::kRows + row] = lse;
+        else if (args.lse)
+          args.lse[static_cast<int64_t>(item.q_begin) * args.h_q + packed] = lse;
+      }
+    }
+    hand_over_weights();
+  }
+
+  __device__ __forceinline__ void score(const CudaWorkItem& item) {
+    const int masked_from = min(item.prefix_len, item.key_end);
+#pragma unroll
+    for (int i = 0; i < kOwnRows; ++i) top[i] = -INFINITY, sum[i] = 0;
+#pragma unroll 1
+    for (int key = item.key_begin; key < item.key_end; key += C::kKeys) {
+      float x[kSums];
+      if (key == item.key_begin) {
+        wait_barrier(map.q_full(), q_round);
+        q_round ^= 1;
+      }
+      multiply_tile(x);
+      arrive_warp(map.rope_empty(rope_ring.stage));
+      if (key + C::kKeys >= item.key_end) arrive_warp(map.q_empty());
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) x[i] *= scale;
+      if (key + C::kKeys > masked_from) {
+        hide(x, item, key);
+        clear_nonfinite(item, key);
+      }
+      const bool raises = sync_or(exceeds(x));
+      wait_barrier(map.weights_empty(), weights_round ^ 1);
+      if (raises) raise_tops(x);
+      if (warp == 0 && lane == 0) store_shared(map.raised(), static_cast<int>(raises));
+      store_weights(x);
+      hand_over_weights();
+      ring.step();
+      rope_ring.step();
+    }
+    finish(item);
+  }
+  __device__ __forceinline__ void run() {
+    WorkList list(args.plan, static_cast<int>(blockIdx.x));
+    for (CudaWorkItem item; list.next(item);) score(item);
+  }
+};
+
+// ---- accumulate: O^T = O^T * shrink + V^T P^T over half of the columns, and write ----
+
+template <class C>
+struct Accumulator {
+  using T = typename C::T;
+  static constexpr int kSums = C::kRows / 2;
+  const KernelArgs& args;
+  const SharedMap<C>& map;
+  int half;  // of the columns
+  int warp, lane;
+  Ring<C::kStages> ring;
+  uint32_t weights_round = 0;
+  float out[C::kOwnPanels][kSums];  // panels of 64 columns, of which a warp has 16
+
+  __device__ __forceinline__ Accumulator(const KernelArgs& a, const SharedMap<C>& m, int h, int thread)
+      : args(a), map(m), half(h), warp(thread / 32), lane(thread % 32) {}
+
+  __device__ __forceinline__ void wait_weights() {
+    wait_barrier(map.weights_full(), weights_round);
+    weights_round ^= 1;
+  }
+  __device__ __forceinline__ void shrink() {
+#pragma unroll
+    for (int j = 0; j < C::kRowTiles; ++j) {
+      const float2 by = load_shared<float2>(map.factors() + 4 * (8 * j + 2 * (lane & 3)));
+#pragma unroll
+      for (int p = 0; p < C::kOwnPanels; ++p) {
+        out[p][4 * j] *= by.x, out[p][4 * j + 1] *= by.y;
+        out[p][4 * j + 2] *= by.x, out[p][4 * j + 3] *= by.y;
+      }
+    }
+  }
+  __device__ __forceinline__ void accumulate(bool first) {
+    wait_weights();
+    fence_async_reads();  // of the copies: the scorer saw them land
+    if (!first && load_shared<int>(map.raised()) != 0) shrink();
+#pragma unroll
+    for (int p = 0; p < C::kOwnPanels; ++p) pin(out[p]);
+    begin_products();
+    const uint64_t weights = matrix_at(map.weights());
+#pragma unroll
+    for (int p = 0; p < C::kOwnPanels; ++p) {
+      const uint64_t values = matrix_at(map.panel(ring.stage, C::kOwnPanels * half + p));
+#pragma unroll
+      for (int k = 0; k < C::kKeys / 16; ++k)
+        multiply<T, true>(out[p], matrix_after(values, 2048 * k), matrix_after(weights, 32 * k),
+                          !first || k > 0);
+      if (p % C::kChunkPanels == C::kChunkPanels - 1) commit_products();
+    }
+    static_assert(C::kOwnChunks <= 2);
+    if constexpr (C::kOwnChunks == 2) {
+      wait_products<1>();
+      arrive_warp(map.empty(ring.stage, C::kOwnChunks * half));
+    }
+    wait_products<0>();
+#pragma unroll
+    for (int p = 0; p < C::kOwnPanels; ++p) pin(out[p]);
+    arrive_warp(map.empty(ring.stage, C::kOwnChunks * half + C::kOwnChunks - 1));
+    arrive_warp(map.weights_empty());
+    ring.step();
+  }
+  __device__ __forceinline__ void write(const CudaWorkItem& item) const {
+    const FragmentWriter<C::kDv, C::kOwnPanels, 64, C::kRowTiles> writer{out, map.factors(), lane,
+                                                                         item.row_end - item.row_begin};
+    const int column = 64 * C::kOwnPanels * half + 16 * warp;
+    const int64_t at = (static_cast<int64_t>(item.q_begin) * args.h_q + item.row_begin) * C::kDv + column;
+    if (item.partial >= 0)
+      writer.write(args.partial_out + static_cast<int64_t>(item.partial) * C::kRows * C::kDv + column);
+    else if (args.out_dtype == DType::kF32)
+      writer.write(static_cast<float*>(args.out) + at);
+    else if (args.out_dtype == DType::kBF16)
+      writer.write(static_cast<__nv_bfloat16*>(args.out) + at);
+    else
+      writer.write(static_cast<__half*>(args.out) + at);
+  }
+  __device__ __forceinline__ void run() {
+    WorkList list(args.plan, static_cast<int>(blockIdx.x));
+    while (const CudaWorkItem* item = list.next()) {
+      const int tiles = ceil_div(item->key_end - item->key_begin, C::kKeys);
+#pragma unroll 1
+      for (int i = 0; i < tiles; ++i) accumulate(i == 0);
+      wait_weights();
+      write(*item);
+      arrive_warp(map.weights_empty());
+    }
+  }
+};
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1) wgmma_kernel(const __grid_constant__ KernelArgs args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const SharedMap<C> map{static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory))};
+  if (threadIdx.x == 0) map.init_barriers();
+  allow_dependent_launch();
+  __syncthreads();
+  const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0),
+            thread = static_cast<int>(threadIdx.x) % 128;
+  if (group == 0) {
+    release_registers<C::kCopyRegisters>();
+    Copier<C>(args, map, thread).run();
+  } else if (group == 1) {
+    release_registers<C::kScoreRegisters>();
+    Scorer<C>(args, map, thread).run();
+  } else {
+    take_registers<C::kValueRegisters>();
+    Accumulator<C>(args, map, group - 2, thread).run();
+  }
+#endif
+}
+
+// The kernel of a tile for queries and caches of type T.
+template <class T, int i = 0>
+const void* find_kernel(const WgmmaTile& tile) {
+  if constexpr (i == static_cast<int>(std::size(kWgmmaTiles))) {
+    return nullptr;
+  } else {
+    constexpr const WgmmaTile& kTile = kWgmmaTiles[i];
+    if (tile.d_v != kTile.d_v || tile.rows != kTile.rows) return find_kernel<T, i + 1>(tile);
+    return reinterpret_cast<const void*>(&wgmma_kernel<Config<T, kTile.d_v, kTile.rows>>);
+  }
+}
+
+}  // namespace treemla::wgmma

@@ -1,0 +1,62 @@
+// cuda_wgmma: what follows from a tile of kWgmmaTiles, the shared-memory map among it.
+#pragma once
+
+#include <cstdint>
+
+#include "plan/cuda_tiles.hpp"
+
+namespace treemla::wgmma {
+
+// By two numbers that tell a tile: kernels can't be templates over a value of class type.
+template <class T_, int kTileDv, int kTileRows>
+struct Config {
+  using T = T_;
+  static constexpr WgmmaTile kTile = find_wgmma_tile(kTileDv, kTileRows);
+  static constexpr int kThreads = WgmmaTile::kThreads;
+  static constexpr int kDv = kTile.d_v, kRows = kTile.rows, kKeys = WgmmaTile::kKeys;
+  static constexpr int kRowTiles = kRows / 8;  // of 8 rows
+  static constexpr int kPanels = kTile.panels(), kChunkPanels = WgmmaTile::kChunkPanels,
+                       kChunks = kTile.chunks();
+  static constexpr int kOwnChunks = kChunks / 2, kOwnPanels = kPanels / 2;  // of a warpgroup that accumulates
+  static constexpr int kStages = kTile.stages, kRopeStages = kTile.rope_stages;
+
+  // Registers of a thread, by warpgroup: 512 altogether.
+  static constexpr int kCopyRegisters = 48, kScoreRegisters = 112, kValueRegisters = 176;
+  static_assert(kCopyRegisters + kScoreRegisters + 2 * kValueRegisters <= 512);
+
+  // Shared memory, in bytes.
+  static constexpr int kPanelBytes = WgmmaTile::kPanelBytes, kQPanelBytes = 128 * kRows;
+  static constexpr int kRopeAt = kStages * kPanels * kPanelBytes;
+  static constexpr int kQAt = kTile.q_at(), kWeightsAt = kTile.weights_at();
+  static constexpr int kFactorsAt = kTile.factors_at(), kRaisedAt = kFactorsAt + 4 * kRows;
+  // Barriers: a chunk of a tile is there; its place is free; so for its rope columns; queries are there; may be replaced; weights are there; may be
+  // replaced.
+  static constexpr int kFullAt = kTile.barriers_at();
+  static constexpr int kRopeFullAt = kFullAt + 8 * kStages * kChunks;
+  static constexpr int kEmptyAt = kRopeFullAt + 8 * kRopeStages;
+  static constexpr int kRopeEmptyAt = kEmptyAt + 8 * kStages * kChunks;
+  static constexpr int kQFullAt = kRopeEmptyAt + 8 * kRopeStages, kQEmptyAt = kQFullAt + 8;
+  static constexpr int kWeightsFullAt = kQEmptyAt + 8, kWeightsEmptyAt = kQEmptyAt + 16;
+  static constexpr int kSmemBytes = kTile.smem_bytes();
+  static_assert(kQAt % 1024 == 0 && kWeightsAt % 1024 == 0, "swizzled rows");
+  static_assert(kWeightsEmptyAt + 8 <= kSmemBytes && kSmemBytes <= 227 * 1024);
+};
+
+// A weight may exceed 1 by this power of 2 before sums are rescaled to a new maximum: most maxima then cost nothing, and no digit of
+// a bf16 or fp16 weight is lost.
+constexpr float kSlack = 8;
+
+// A place in a ring that is gone through from work item to work item.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  uint32_t round = 0;  // parity of the times round
+  __device__ __forceinline__ void step() {
+    if (++stage == kStages) {
+      stage = 0;
+      round ^= 1;
+    }
+  }
+};
+
+}  // namespace treemla::wgmma
