@@ -39,6 +39,12 @@ def is_torch(x: Any) -> bool:
     return torch is not None and isinstance(x, getattr(torch, "Tensor", ()))
 
 
+def is_compiling() -> bool:
+    """Is torch.compile tracing this? Calls then become operators. torch may be imported after treemla, or never."""
+    torch = sys.modules.get("torch")
+    return torch is not None and hasattr(torch, "compiler") and torch.compiler.is_compiling()
+
+
 def library(x: Any) -> str:
     """ "torch", "numpy", "cupy", "jax", or "other"."""
     if is_torch(x):

@@ -52,37 +52,49 @@ def _shape(name: str, array: Any, ndim: int, symbols: str) -> tuple[int, ...]:
     return tuple(int(extent) for extent in shape)
 
 
+def _outputs(like: Any, made: type, out: Any, shapes: dict[str, tuple[tuple[int, ...], str]]) -> dict[str, Any]:
+    """The arrays to write: those of `out`, new ones where it has none."""
+    given = {}
+    if out is not None:
+        if not isinstance(out, made):
+            raise invalid("out", f"out is {type(out).__name__}: must be a {made.__name__}")
+        given = _given(**out._asdict())
+    return {n: given[n] if n in given else _arrays.empty(like, shape, dtype) for n, (shape, dtype) in shapes.items()}
+
+
+def _finish(like: Any, made: type, out: Any, arrays: dict[str, Any]) -> Any:
+    """The result; what was made becomes the library's own, what was given stays what it is."""
+    given = {} if out is None else _given(**out._asdict())
+    return made(**{n: array if n in given else _arrays.finish(like, array) for n, array in arrays.items()})
+
+
 def _workspace(like: Any, num_bytes: int) -> dict[str, Any]:
     """Kept by the caller for as long as work may be enqueued: the allocators of torch and CuPy follow the stream."""
     return {"workspace": _arrays.empty(like, (num_bytes,), "uint8")} if num_bytes else {}
 
 
 def _build(
-    like: Any, inputs: dict[str, Any], method: str, b: int, budget: int, pad_token: int, log_probs: bool, check: bool,
+    like: Any, inputs: dict[str, Any], method: str, b: int, budget: int, pad_token: int, log_probs: bool, out: Any, check: bool,
     stream: Any,
 ) -> Tree:  # fmt: skip
     if not 1 <= budget <= 1024:
         raise invalid("budget", f"budget = {budget}: must be from 1 to 1024")
     q_len = budget + 1
+    per_node = ((b, q_len), "int32")
+    shapes = dict.fromkeys(Tree._fields, per_node)
+    shapes["ancestor_bits"] = ((b, q_len, -(-q_len // 32)), "int32")
+    shapes["num_nodes"] = ((b,), "int32")
+    if method in ("ddtree", "candidates"):
+        shapes["log_probs"] = ((b, q_len), "float32")
+    else:
+        del shapes["log_probs"]
     with _arrays.device_guard(like, stream):
         handle = _arrays.stream_handle(like, stream)
-        make = {
-            "token_ids": (b, q_len),
-            "parents": (b, q_len),
-            "depth": (b, q_len),
-            "positions": (b, q_len),
-            "ancestor_bits": (b, q_len, -(-q_len // 32)),
-            "retrieve_next_token": (b, q_len),
-            "retrieve_next_sibling": (b, q_len),
-        }
-        made = {name: _arrays.empty(like, shape, "int32") for name, shape in make.items()}
-        has_scores = method in ("ddtree", "candidates")
-        made["log_probs"] = _arrays.empty(like, (b, q_len), "float32") if has_scores else None
-        made["num_nodes"] = _arrays.empty(like, (b,), "int32")
+        made = _outputs(like, Tree, out, shapes)
         inputs = inputs | _workspace(like, _core.build_bytes(inputs, method, b, budget, log_probs, handle))
         outputs = {f"out_{name}": array for name, array in made.items() if array is not None}
         _core.build(inputs, outputs, method, b, budget, pad_token, log_probs, check, handle)
-    return Tree(**{name: _arrays.finish(like, array) for name, array in made.items()})
+    return _finish(like, Tree, out, {"log_probs": None} | made)
 
 
 def build_tree(
@@ -93,6 +105,7 @@ def build_tree(
     prefix_len: Any = None,
     pad_token: int = -1,
     are_log_probs: bool = False,
+    out: Tree | None = None,
     check: bool = False,
     stream: Any = None,
 ) -> Tree:
@@ -106,13 +119,20 @@ def build_tree(
         prefix_len: int32 [b], cached tokens before the tree; 0 if None.
         pad_token: token of nodes that the scores don't fill; they are children of the root.
         are_log_probs: scores are log-probabilities.
+        out: a Tree of arrays to write into, those of an earlier call, say; what is None in it is made.
         check: on a GPU, wait and raise for scores that are NaN or +inf. On the host that always raises.
         stream: as in verify().
     """
+    if _arrays.is_compiling():
+        from . import torch_ops
+
+        return torch_ops.compiled_build_tree(
+            scores, budget, root_tokens, prefix_len, pad_token, are_log_probs, out, check, stream
+        )
     b, _, _ = _shape("scores", scores, 3, "[b, num_depths, vocab]")
     inputs = _given(scores=scores, root_tokens=root_tokens, prefix_len=prefix_len)
     budget, pad_token = _arrays.index("budget", budget), _arrays.index("pad_token", pad_token, -(2**31))
-    return _build(scores, inputs, "ddtree", b, budget, pad_token, bool(are_log_probs), check, stream)
+    return _build(scores, inputs, "ddtree", b, budget, pad_token, bool(are_log_probs), out, check, stream)
 
 
 def build_tree_from_candidates(
@@ -124,6 +144,7 @@ def build_tree_from_candidates(
     root_tokens: Any = None,
     prefix_len: Any = None,
     pad_token: int = -1,
+    out: Tree | None = None,
     check: bool = False,
     stream: Any = None,
 ) -> Tree:
@@ -132,12 +153,18 @@ def build_tree_from_candidates(
     Args:
         tokens, parents: int32 [b, num_candidates]; a candidate's parent is an earlier candidate, or -1, the root.
         log_probs: float32 [b, num_candidates], of the whole path.
-        budget, root_tokens, prefix_len, pad_token, check, stream: as in build_tree().
+        budget, root_tokens, prefix_len, pad_token, out, check, stream: as in build_tree().
     """
+    if _arrays.is_compiling():
+        from . import torch_ops
+
+        return torch_ops.compiled_build_tree_from_candidates(
+            tokens, parents, log_probs, budget, root_tokens, prefix_len, pad_token, out, check, stream
+        )
     b, _ = _shape("tokens", tokens, 2, "[b, num_candidates]")
     inputs = _given(tokens=tokens, parents=parents, log_probs=log_probs, root_tokens=root_tokens, prefix_len=prefix_len)
     budget, pad_token = _arrays.index("budget", budget), _arrays.index("pad_token", pad_token, -(2**31))
-    return _build(tokens, inputs, "candidates", b, budget, pad_token, False, check, stream)
+    return _build(tokens, inputs, "candidates", b, budget, pad_token, False, out, check, stream)
 
 
 def build_chain(
@@ -146,23 +173,38 @@ def build_chain(
     root_tokens: Any = None,
     prefix_len: Any = None,
     pad_token: int = -1,
+    out: Tree | None = None,
     check: bool = False,
     stream: Any = None,
 ) -> Tree:
     """Drafted tokens in a row, int32 [b, budget], behind the root; a negative token ends a chain, the rest is padding."""
+    if _arrays.is_compiling():
+        from . import torch_ops
+
+        return torch_ops.compiled_build_chain(tokens, root_tokens, prefix_len, pad_token, out, check, stream)
     b, budget = _shape("tokens", tokens, 2, "[b, budget]")
     inputs = _given(tokens=tokens, root_tokens=root_tokens, prefix_len=prefix_len)
     pad_token = _arrays.index("pad_token", pad_token, -(2**31))
-    return _build(tokens, inputs, "chain", b, budget, pad_token, False, check, stream)
+    return _build(tokens, inputs, "chain", b, budget, pad_token, False, out, check, stream)
 
 
 def build_tree_from_parents(
-    parents: Any, tokens: Any = None, *, prefix_len: Any = None, check: bool = False, stream: Any = None
+    parents: Any,
+    tokens: Any = None,
+    *,
+    prefix_len: Any = None,
+    out: Tree | None = None,
+    check: bool = False,
+    stream: Any = None,
 ) -> Tree:
     """Trees of one's own, checked: parents and, if there are any, tokens int32 [b, q_len], the root's included."""
+    if _arrays.is_compiling():
+        from . import torch_ops
+
+        return torch_ops.compiled_build_tree_from_parents(parents, tokens, prefix_len, out, check, stream)
     b, q_len = _shape("parents", parents, 2, "[b, q_len]")
     inputs = _given(parents=parents, tokens=tokens, prefix_len=prefix_len)
-    return _build(parents, inputs, "parents", b, q_len - 1, -1, False, check, stream)
+    return _build(parents, inputs, "parents", b, q_len - 1, -1, False, out, check, stream)
 
 
 class Beam(NamedTuple):
@@ -179,6 +221,7 @@ def expand_beam(
     *,
     row_log_probs: Any = None,
     are_log_probs: bool = False,
+    out: Beam | None = None,
     check: bool = False,
     stream: Any = None,
 ) -> Beam:
@@ -188,8 +231,12 @@ def expand_beam(
         scores: float32 or bfloat16 [b, rows, vocab] of the beam's nodes: rows is 1 at the root, then top_k.
         top_k: 1 to 64.
         row_log_probs: float32 [b, rows] of the path to each node; 0 if None.
-        are_log_probs, check, stream: as in build_tree().
+        are_log_probs, check, stream: as in build_tree(). out: a Beam to write into.
     """
+    if _arrays.is_compiling():
+        from . import torch_ops
+
+        return torch_ops.compiled_expand_beam(scores, top_k, row_log_probs, are_log_probs, out, check, stream)
     b, rows, _ = _shape("scores", scores, 3, "[b, rows, vocab]")
     top_k = _arrays.index("top_k", top_k, 1)
     if top_k > 64:
@@ -197,13 +244,13 @@ def expand_beam(
     inputs = _given(scores=scores, row_log_probs=row_log_probs)
     with _arrays.device_guard(scores, stream):
         handle = _arrays.stream_handle(scores, stream)
-        tokens = _arrays.empty(scores, (b, rows, top_k), "int32")
-        log_probs = _arrays.empty(scores, (b, rows, top_k), "float32")
-        beam = _arrays.empty(scores, (b, top_k), "int32")
+        per_row = (b, rows, top_k)
+        shapes = {"token_ids": (per_row, "int32"), "log_probs": (per_row, "float32"), "beam": ((b, top_k), "int32")}
+        made = _outputs(scores, Beam, out, shapes)
         inputs |= _workspace(scores, _core.beam_bytes(inputs, top_k, bool(are_log_probs), handle))
-        outputs = {"out_token_ids": tokens, "out_log_probs": log_probs, "out_beam": beam}
+        outputs = {f"out_{name}": array for name, array in made.items()}
         _core.beam(inputs, outputs, top_k, bool(are_log_probs), check, handle)
-    return Beam(*(_arrays.finish(scores, array) for array in (tokens, log_probs, beam)))
+    return _finish(scores, Beam, out, made)
 
 
 class Accepted(NamedTuple):
@@ -234,6 +281,7 @@ def accept_path(
     coins: Any = None,
     final_coins: Any = None,
     path_len: int | None = None,
+    out: Accepted | None = None,
     check: bool = False,
     stream: Any = None,
 ) -> Accepted:
@@ -253,9 +301,17 @@ def accept_path(
         seeds, offsets: uint64 or int64 [b], 0 if None. A pair is never to be used twice.
         coins, final_coins: float32 [total_q], [b] in [0, 1): one's own in place of the generator's.
         path_len: width of accept_index; by default the longest that a tree of total_q nodes could need.
+        out: an Accepted of arrays to write into; what is None in it is made.
         check: on a GPU, wait and raise for malformed trees and logits. On the host that always raises.
         stream: as in verify().
     """
+    if _arrays.is_compiling():
+        from . import torch_ops
+
+        return torch_ops.compiled_accept_path(
+            token_ids, q_indptr, parents, retrieve_next_token, retrieve_next_sibling, target_argmax, logits, method,
+            draft_probs, temperature, top_k, top_p, seeds, offsets, coins, final_coins, path_len, out, check, stream,
+        )  # fmt: skip
     (total_q,) = _shape("token_ids", token_ids, 1, "[total_q]")
     (indptr_len,) = _shape("q_indptr", q_indptr, 1, "[b + 1]")
     b = max(indptr_len - 1, 0)
@@ -281,15 +337,16 @@ def accept_path(
     )
     with _arrays.device_guard(token_ids, stream):
         handle = _arrays.stream_handle(token_ids, stream)
-        outputs = {
-            "accept_index": _arrays.empty(token_ids, (b, width), "int32"),
-            "num_accepted": _arrays.empty(token_ids, (b,), "int32"),
-            "bonus_token": _arrays.empty(token_ids, (b,), "int32"),
-            "predicts": _arrays.empty(token_ids, (total_q,), "int32"),
+        shapes = {
+            "accept_index": ((b, width), "int32"),
+            "num_accepted": ((b,), "int32"),
+            "bonus_token": ((b,), "int32"),
+            "predicts": ((total_q,), "int32"),
         }
+        outputs = _outputs(token_ids, Accepted, out, shapes)
         inputs |= _workspace(token_ids, _core.accept_bytes(inputs, method, handle))
         _core.accept(inputs, outputs, method, check, handle)
-    return Accepted(**{name: _arrays.finish(token_ids, array) for name, array in outputs.items()})
+    return _finish(token_ids, Accepted, out, outputs)
 
 
 class Compacted(NamedTuple):
@@ -312,6 +369,7 @@ def compact_cache(
     page_indptr: Any = None,
     page_indices: Any = None,
     page_size: int = 1,
+    out: Compacted | None = None,
     check: bool = False,
     stream: Any = None,
 ) -> Compacted:
@@ -325,9 +383,17 @@ def compact_cache(
         total_q: nodes of all requests, q_indptr[b] or more.
         page_table, page_indptr, page_indices: as in verify().
         page_size: tokens a page.
+        out: a Compacted of arrays to write into; what is None in it is made.
         check: on a GPU, wait and raise for malformed paths and tables. On the host that always raises.
         stream: as in verify().
     """
+    if _arrays.is_compiling():
+        from . import torch_ops
+
+        return torch_ops.compiled_compact_cache(
+            cache, q_indptr, kv_len, accept_index, num_accepted, total_q, page_table, page_indptr, page_indices,
+            page_size, out, check, stream,
+        )  # fmt: skip
     stacked = not isinstance(cache, Sequence)
     layers = [cache] if stacked else list(cache)
     if not layers:
@@ -350,14 +416,12 @@ def compact_cache(
             raise invalid(name, f"{name} is None: must be an array")
     with _arrays.device_guard(q_indptr, stream):
         handle = _arrays.stream_handle(q_indptr, stream)
-        made = {
-            "out_kv_len": _arrays.empty(q_indptr, (b,), "int32"),
-            "out_freed_pages": _arrays.empty(q_indptr, (total_q,), "int64"),
-            "out_num_freed": _arrays.empty(q_indptr, (b,), "int32"),
-        }
+        shapes = {"kv_len": ((b,), "int32"), "freed_pages": ((total_q,), "int64"), "num_freed": ((b,), "int32")}
+        made = _outputs(q_indptr, Compacted, out, shapes)
+        outputs = {f"out_{name}": array for name, array in made.items()}
         # A GPU wants the layers' addresses in its own memory; a launch a layer needs none and can be captured.
         separate = _arrays.on_device(q_indptr) and not stacked
         for group in [[layer] for layer in layers] if separate else [layers]:
             num_bytes = _core.compact_bytes(inputs, group, stacked, page_size, total_q, handle)
-            _core.compact(inputs | _workspace(q_indptr, num_bytes), made, group, stacked, page_size, total_q, check, handle)
-    return Compacted(*(_arrays.finish(q_indptr, array) for array in made.values()))
+            _core.compact(inputs | _workspace(q_indptr, num_bytes), outputs, group, stacked, page_size, total_q, check, handle)
+    return _finish(q_indptr, Compacted, out, made)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import weakref
 from typing import Any, NamedTuple
 
@@ -11,12 +10,6 @@ from . import _arrays, _core, _record
 from ._errors import invalid
 
 __all__ = ["Backend", "Planner", "Verified", "list_backends", "verify", "why_unsupported"]
-
-
-def is_compiling() -> bool:
-    """Is torch.compile tracing this? Calls then become operators. torch may be imported after treemla, or never."""
-    torch = sys.modules.get("torch")
-    return torch is not None and hasattr(torch, "compiler") and torch.compiler.is_compiling()
 
 
 class Verified(NamedTuple):
@@ -168,7 +161,7 @@ def verify(
             host: requests with broken lengths or pages come out inert there, and Planner.check() tells.
         Unsupported: no backend takes the problem; the text has every backend's reason.
     """
-    if is_compiling():
+    if _arrays.is_compiling():
         from . import torch_ops
 
         return torch_ops.compiled_verify(
@@ -325,7 +318,7 @@ class Planner:
         Returns:
             (out, lse). On a GPU the work is enqueued.
         """
-        if is_compiling():
+        if _arrays.is_compiling():
             from . import torch_ops
 
             return torch_ops.compiled_run(self.number, self._shape[2], self._dtype, q, kv, out, lse)

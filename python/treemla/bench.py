@@ -231,6 +231,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--revision", default=os.environ.get("TREEMLA_REVISION", ""), help="goes into the record")
     parser.add_argument("--out", metavar="FILE", help="a record, .csv or .json")
     parser.add_argument("--overhead", action="store_true", help="host time of a call instead, with torch")
+    parser.add_argument(
+        "--limit", type=float, metavar="US", help="exit code 1 if a call with out and lse given costs the host more"
+    )
     options = parser.parse_args(arguments)
     if options.overhead:
         result = overhead(options.device)
@@ -239,6 +242,10 @@ def main(arguments: list[str] | None = None) -> int:
         if options.out:
             with open(options.out, "w", encoding="utf-8") as file:
                 json.dump(result, file, indent=1)
+        given = result["no rows, out and lse given"]
+        if options.limit is not None and given > options.limit:
+            print(f"{given} us a call: must be at most {options.limit:g}")
+            return 1
         return 0
     rows = bench(options)
     if options.out:

@@ -151,7 +151,15 @@ def test_recorded_calls_replay(make_case, tmp_path, treemla_command):
     done = subprocess.run([treemla_command, "verify", str(tmp_path)], capture_output=True, text=True, check=False)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "cuda_mma" in done.stdout
+    results = [line.split() for line in done.stdout.splitlines()]
+    for path, cache, scale in zip(recorder.paths, (kv, kv.to(torch.float8_e4m3fn)), (1.0, 0.5)):
+        for backend in treemla.list_backends():
+            if backend.memory != "cuda" or not backend.available:
+                continue  # those of the host: record_test.py
+            if treemla.why_unsupported(backend.name, q, cache, kv_scale=scale, **keywords):
+                continue
+            assert any(path.stem in line and backend.name in line and "PASS" in line for line in results), (path, backend.name)
+    assert "cuda_mma" in done.stdout and "cpu_simd" in done.stdout
 
 
 def test_capturing_is_not_recorded(make_case, tmp_path):

@@ -119,6 +119,43 @@ def test_compaction_moves_accepted_rows(layout, dtype):
     assert np.array_equal(after[:, untouched], before[:, untouched])
 
 
+def test_results_in_arrays_of_ones_own():
+    """A second step writes where the first one did; None is made."""
+    rng = np.random.default_rng(4)
+    steps = []
+    tree = path = done = beam = None
+    for fresh in (True, False):
+        for seed in range(2):
+            cache = np.random.default_rng(seed).standard_normal((40, 8)).astype(np.float32)
+            scores = np.random.default_rng(seed).standard_normal((2, 3, 9)).astype(np.float32)
+            if fresh:
+                tree = path = done = beam = None
+            old = [a for made in (tree, path, done, beam) if made for a in made]
+            tree = treemla.build_tree(scores, 5, out=tree)
+            path = treemla.accept_path(
+                tree.token_ids.reshape(-1), q_indptr=i32(0, 6, 12), parents=tree.parents.reshape(-1),
+                target_argmax=scores.argmax(-1).astype(np.int32)[[0, 0, 1, 1], [0, 1, 0, 1]].repeat(3), path_len=6, out=path,
+            )  # fmt: skip
+            done = treemla.compact_cache(
+                [cache], q_indptr=i32(0, 6, 12), kv_len=i32(9, 6), accept_index=path.accept_index,
+                num_accepted=path.num_accepted, total_q=12, page_table=np.arange(40, dtype=np.int32).reshape(2, 20), out=done,
+            )  # fmt: skip
+            beam = treemla.expand_beam(scores[:, :1].copy(), 3, out=beam)
+            new = [*tree, *path, *done, *beam]
+            assert all(a is b for a, b in zip(old, new))
+            steps.append([a.copy() for a in (*tree, *path, done.kv_len, done.num_freed, *beam, cache)])
+    assert all(np.array_equal(a, b) for i in range(2) for a, b in zip(steps[i], steps[i + 2]))
+    scores = rng.standard_normal((2, 3, 9)).astype(np.float32)
+    partly = treemla.build_tree(scores, 5, out=tree._replace(depth=None, num_nodes=None))
+    assert partly.parents is tree.parents and partly.depth is not tree.depth and partly.num_nodes is not tree.num_nodes
+    assert treemla.build_chain(i32(1, 2, 3, 4, 5)[None].repeat(2, 0), out=tree).log_probs is None
+    with pytest.raises(treemla.InvalidArgument, match="out is list: must be a Tree"):
+        treemla.build_tree(scores, 5, out=[tree])
+    for bad in (np.zeros((2, 5), np.int32), np.zeros((2, 6)), np.zeros((2, 12), np.int32)[:, ::2], 3):
+        with pytest.raises(treemla.InvalidArgument, match="depth"):
+            treemla.build_tree(scores, 5, out=tree._replace(depth=bad))
+
+
 GOOD_ACCEPT = {
     "token_ids": i32(7, 1, 2),
     "q_indptr": i32(0, 3),
