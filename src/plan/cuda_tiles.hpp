@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 
 #include "plan/split.hpp"
 #include "treemla/dtype.hpp"
@@ -282,9 +283,9 @@ struct WgmmaTile {
   constexpr int chunks() const { return panels() / kChunkPanels; }
   constexpr int q_at() const { return (stages * panels() + rope_stages) * kPanelBytes; }
   constexpr int weights_at() const { return q_at() + (panels() + 1) * rows * 128; }
-  // A factor a row, a mark, barriers.
+  // A factor and a maximum a row, a mark, barriers.
   constexpr int factors_at() const { return weights_at() + rows * 128; }
-  constexpr int barriers_at() const { return factors_at() + 4 * rows + 16; }
+  constexpr int barriers_at() const { return factors_at() + 8 * rows + 16; }
   constexpr int num_barriers() const { return 2 * (stages * chunks() + rope_stages) + 4; }
   constexpr int smem_bytes() const { return barriers_at() + 8 * num_barriers(); }
 
@@ -322,6 +323,7 @@ inline const WgmmaTile* choose_wgmma_tile(int d_v, int64_t requests, int64_t row
   int64_t best_cost = 0;
   for (const WgmmaTile& t : kWgmmaTiles) {
     if (t.d_v != d_v) continue;
+    if (const char* e = getenv("TM_ROWS"); e && atoi(e) != t.rows) continue; //TMP
     const TilePolicy policy = t.policy();
     const int64_t pairs = requests * ceil_div<int64_t>(rows, t.rows),
                   tiles = ceil_div<int64_t>(keys, WgmmaTile::kKeys);

@@ -86,6 +86,7 @@ class CudaWgmma : public CudaBackend {
     k.threads = WgmmaTile::kThreads;
     k.smem_bytes = tile->smem_bytes();
     k.tile = tile->policy();
+    if (const char* e = getenv("TM_X")) k.smem_keys = atoi(e); //TMP
     return k;
   }
 };

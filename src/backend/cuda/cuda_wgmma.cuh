@@ -29,6 +29,7 @@ struct SharedMap {
   __device__ __forceinline__ uint32_t q_panel(int p) const { return base + C::kQAt + p * C::kQPanelBytes; }
   __device__ __forceinline__ uint32_t weights() const { return base + C::kWeightsAt; }
   __device__ __forceinline__ uint32_t factors() const { return base + C::kFactorsAt; }
+  __device__ __forceinline__ uint32_t tops() const { return base + C::kTopsAt; }
   __device__ __forceinline__ uint32_t raised() const { return base + C::kRaisedAt; }
   // Barriers.
   __device__ __forceinline__ uint32_t full(int stage, int chunk) const {
@@ -62,10 +63,23 @@ struct SharedMap {
   }
 };
 
+// The same number, of which the compiler knows nothing: else it works out the sums it occurs in ahead of a loop, and keeps them all in
+// registers that it doesn't have.
+__device__ __forceinline__ uint32_t opaque(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// The thread's number within its warpgroup, read again: for who would rather not keep it.
+__device__ __forceinline__ int thread_of_group() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread & 127;
+}
 // One arrival for the warp, after all of its lanes.
 __device__ __forceinline__ void arrive_warp(uint32_t barrier) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) arrive(barrier);
+  if ((thread_of_group() & 31) == 0) arrive(barrier);
 }
 
 // ---- copy: keys and queries to shared memory, by 128 threads, 8 a row, 16 bytes a thread ----
@@ -124,8 +138,9 @@ struct Copier {
                 static_cast<uint64_t>(row) * (2 * static_cast<uint32_t>(args.kv_row_stride));
     }
   }
-  __device__ __forceinline__ void copy_keys(const CudaWorkItem& item, int tile_key) {
-    const int num_keys = item.key_end - tile_key - first_row;  // row i is there if 16 i < num_keys
+  // A tile of which the item has so many keys.
+  __device__ __forceinline__ void copy_keys(int num_keys) {
+    num_keys -= first_row;  // row i is there if 16 i < num_keys
     const uint32_t to = map.panel(ring.stage, 0) + swizzled(first_row, chunk);
 #pragma unroll
     for (int c = 0; c < C::kChunks; ++c) {
@@ -170,14 +185,15 @@ struct Copier {
   }
   __device__ __forceinline__ void run() {
     WorkList list(args.plan, static_cast<int>(blockIdx.x));
-    for (CudaWorkItem item; list.next(item);) {
-      fetch_entries(item, item.key_begin);
+    while (const CudaWorkItem* item = list.next()) {
+      const int key_begin = item->key_begin, key_end = item->key_end;
+      fetch_entries(*item, key_begin);
 #pragma unroll 1
-      for (int key = item.key_begin; key < item.key_end; key += C::kKeys) {
-        find_rows(item, key);
-        fetch_entries(item, key + C::kKeys);
-        copy_keys(item, key);
-        if (key == item.key_begin) copy_queries(item);
+      for (int key = key_begin; key < key_end; key += C::kKeys) {
+        find_rows(*item, key);
+        fetch_entries(*item, key + C::kKeys);
+        copy_keys(key_end - key);
+        if (key == key_begin) copy_queries(*item);
       }
     }
     wait_copies<0>();
@@ -193,19 +209,16 @@ struct Scorer {
   static constexpr int kSums = C::kRows / 2, kOwnRows = C::kRows / 4;
   const KernelArgs& args;
   const SharedMap<C>& map;
-  int warp, lane;
-  float scale;
   Ring<C::kStages> ring;
   Ring<C::kRopeStages> rope_ring;
-  uint32_t q_round = 0, weights_round = 0;
-  // Of rows 8 j + t + e, at 2 j + e: largest score, about, in base-2 logarithms; sum over this thread's keys.
-  float top[kOwnRows], sum[kOwnRows];
+  uint32_t rounds = 0;  // bit 0: parity of items, for queries; bit 1: of the uses of the weights' place
+  // Of rows 8 j + t + e, at 2 j + e: sum of the weights of this thread's keys. Its largest score, about, in base-2 logarithms, or more, lies
+  // in shared memory.
+  float sum[kOwnRows];
 
-  __device__ __forceinline__ Scorer(const KernelArgs& a, const SharedMap<C>& m, int thread)
-      : args(a), map(m), warp(thread / 32), lane(thread % 32) {
-    scale = args.score_scale * 1.44269504088896340736f;
-  }
+  __device__ __forceinline__ Scorer(const KernelArgs& a, const SharedMap<C>& m) : args(a), map(m) {}
 
+  __device__ __forceinline__ float scale() const { return args.score_scale * 1.44269504088896340736f; }
   __device__ __forceinline__ static void sync() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
   // The same; is x true in any of its threads?
   __device__ __forceinline__ static bool sync_or(bool x) {
@@ -219,6 +232,13 @@ struct Scorer {
     return any != 0;
   }
 
+  __device__ __forceinline__ void wait_queries() {
+    wait_barrier(map.q_full(), rounds & 1);
+    rounds ^= 1;
+  }
+  __device__ __forceinline__ void wait_weights_used() const {
+    wait_barrier(map.weights_empty(), (rounds >> 1 & 1) ^ 1);
+  }
   __device__ __forceinline__ void multiply_panel(float (&s)[kSums], uint32_t keys, int p) const {
     const uint64_t a = matrix_at(keys), b = matrix_at(map.q_panel(p));
 #pragma unroll
@@ -270,9 +290,9 @@ struct Scorer {
   }
   // By way of the place of the weights: the last ones must be used.
   __device__ __forceinline__ void hide(float (&x)[kSums], const CudaWorkItem& item, int tile_key) const {
-    wait_barrier(map.weights_empty(), weights_round ^ 1);
-    const int row = 32 * warp + lane;
-    if (row < C::kRows) store_shared(map.weights() + 8 * row, seen_keys(item, tile_key, row));
+    const int thread = thread_of_group(), lane = thread % 32, warp = thread / 32;
+    wait_weights_used();
+    if (thread < C::kRows) store_shared(map.weights() + 8 * thread, seen_keys(item, tile_key, thread));
     sync();
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
@@ -285,6 +305,7 @@ struct Scorer {
   // A hidden row may hold NaN or infinity, and a weight of 0 would not keep it out of a product: zeros instead. Whoever sees the row has
   // NaN among its weights.
   __device__ __forceinline__ void clear_nonfinite(const CudaWorkItem& item, int tile_key) const {
+    const int thread = thread_of_group();
     const auto clear = [](uint32_t& x) {
       constexpr uint32_t kExponent = std::is_same_v<T, __half> ? 0x7C00 : 0x7F80;
       if ((x & kExponent) == kExponent) x &= 0xFFFF0000;
@@ -293,7 +314,7 @@ struct Scorer {
     constexpr int kRowChunks = 8 * C::kPanels;
     const int begin = max(item.prefix_len - tile_key, 0), end = min(item.key_end - tile_key, C::kKeys);
 #pragma unroll 1
-    for (int i = begin * kRowChunks + 32 * warp + lane; i < end * kRowChunks; i += 128) {
+    for (int i = begin * kRowChunks + thread; i < end * kRowChunks; i += 128) {
       const int row = i / kRowChunks, c = i % kRowChunks;
       const uint32_t at = map.panel(ring.stage, c / 8) + row * 128 + c % 8 * 16;
       uint4 x = load_shared<uint4>(at);
@@ -304,94 +325,116 @@ struct Scorer {
 
   // Online softmax (Milakov and Gimelshein, 2018): m is about the largest score so far, the weights are 2^(s - m), and
   // 2^(m_old - m) is what the sums so far must be multiplied by. Whether m is raised is a row's own affair: its bits don't depend on others.
+  __device__ __forceinline__ uint32_t own_tops() const {
+    return opaque(map.tops() + 8 * (thread_of_group() & 3));
+  }
   __device__ __forceinline__ bool exceeds(const float (&x)[kSums]) const {
     bool any = false;
+    const uint32_t tops = own_tops();
 #pragma unroll
-    for (int i = 0; i < kOwnRows; ++i)
-      any |= fmaxf(x[i / 2 * 4 + i % 2], x[i / 2 * 4 + 2 + i % 2]) > top[i] + kSlack;
+    for (int j = 0; j < C::kRowTiles; ++j) {
+      const float2 top = load_shared<float2>(tops + 32 * j);
+      any |= fmaxf(x[4 * j], x[4 * j + 2]) > top.x + kSlack;
+      any |= fmaxf(x[4 * j + 1], x[4 * j + 3]) > top.y + kSlack;
+    }
     return any;
   }
-  __device__ __forceinline__ uint32_t scratch(int w, int i) const {
-    return map.weights() + 4 * (w * C::kRows + i / 2 * 8 + 2 * (lane & 3) + i % 2);
+  // In the place of the weights, and of factors: of this thread's rows.
+  __device__ __forceinline__ uint32_t scratch() const {
+    return opaque(map.weights() + 8 * (thread_of_group() & 3));
+  }
+  __device__ __forceinline__ static int number(int w, int i) {
+    return 4 * (w * C::kRows + i / 2 * 8 + i % 2);
   }
   __device__ __forceinline__ void raise_tops(const float (&x)[kSums]) {
+    wait_weights_used();
+    const int thread = thread_of_group(), lane = thread % 32;
+    const uint32_t at = scratch() + 4 * C::kRows * (thread / 32);
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
       float largest = fmaxf(x[i / 2 * 4 + i % 2], x[i / 2 * 4 + 2 + i % 2]);
 #pragma unroll
       for (int step = 4; step < 32; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-      if (lane < 4) store_shared(scratch(warp, i), largest);
+      if (lane < 4) store_shared(at + number(0, i), largest);
     }
     sync();
+    if (thread < C::kRows) {
+      const uint32_t row = 4 * thread;
+      const auto of_warp = [&](int w) { return load_shared<float>(map.weights() + 4 * w * C::kRows + row); };
+      const float largest = fmaxf(fmaxf(of_warp(0), of_warp(1)), fmaxf(of_warp(2), of_warp(3))),
+                  top = load_shared<float>(map.tops() + row);
+      const bool raise = largest > top + kSlack;
+      const float raised = raise ? largest + kMargin : top;
+      store_shared(map.factors() + row, raise ? exp2_fast(top - raised) : 1.0f);
+      store_shared(map.tops() + row, raised);
+    }
+    sync();
+    const uint32_t factors = opaque(map.factors() + 8 * (lane & 3));
 #pragma unroll
-    for (int i = 0; i < kOwnRows; ++i) {
-      const float largest =
-          fmaxf(fmaxf(load_shared<float>(scratch(0, i)), load_shared<float>(scratch(1, i))),
-                fmaxf(load_shared<float>(scratch(2, i)), load_shared<float>(scratch(3, i))));
-      float shrink = 1;
-      if (largest > top[i] + kSlack) {
-        shrink = exp2_fast(top[i] - largest);
-        top[i] = largest;
-      }
-      sum[i] *= shrink;
-      if (warp == 0 && lane < 4) store_shared(map.factors() + 4 * (i / 2 * 8 + 2 * lane + i % 2), shrink);
+    for (int j = 0; j < C::kRowTiles; ++j) {
+      const float2 by = load_shared<float2>(factors + 32 * j);
+      sum[2 * j] *= by.x, sum[2 * j + 1] *= by.y;
     }
-    sync();
   }
   // Weights of row tile j, for keys g (0) and g + 8 (1) of the warp's.
-  __device__ __forceinline__ void weigh(uint32_t (&w)[2], const float (&x)[kSums], int j) {
-    float y[4];
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const float base =
-          top[2 * j + e] == -INFINITY ? 0.0f : top[2 * j + e];  // nothing seen yet: never -inf + inf
-      y[e] = exp2_fast(x[4 * j + e] - base);
-      y[2 + e] = exp2_fast(x[4 * j + 2 + e] - base);
-      sum[2 * j + e] += y[e] + y[2 + e];
-    }
-    w[0] = narrow_pair<T>(y[0], y[1]);
-    w[1] = narrow_pair<T>(y[2], y[3]);
+  __device__ __forceinline__ void weigh(uint32_t (&w)[2], const float (&x)[kSums], int j, uint32_t tops) {
+    float2 top = load_shared<float2>(tops + 32 * j);
+    if (top.x == -INFINITY) top.x = 0;  // nothing seen yet: never -inf + inf
+    if (top.y == -INFINITY) top.y = 0;
+    const float y0 = exp2_fast(x[4 * j] - top.x), y1 = exp2_fast(x[4 * j + 1] - top.y),
+                y2 = exp2_fast(x[4 * j + 2] - top.x), y3 = exp2_fast(x[4 * j + 3] - top.y);
+    sum[2 * j] += y0 + y2;
+    sum[2 * j + 1] += y1 + y3;
+    w[0] = narrow_pair<T>(y0, y1);
+    w[1] = narrow_pair<T>(y2, y3);
   }
+  // Worked out before their place is free.
   __device__ __forceinline__ void store_weights(const float (&x)[kSums]) {
-    // Lane l: row l % 8 of row tile l / 16, keys 8 * (l / 8 % 2) on of the warp's.
-    const uint32_t to = map.weights() + swizzled(8 * (lane >> 4) + (lane & 7), 2 * warp + (lane >> 3 & 1));
+    uint32_t w[C::kRowTiles][2];
+    const uint32_t tops = own_tops();
 #pragma unroll
-    for (int j = 0; j < C::kRowTiles; j += 2) {
-      uint32_t w[2], w_next[2];
-      weigh(w, x, j);
-      if (j + 1 < C::kRowTiles) {
-        weigh(w_next, x, j + 1);
-        store_matrices_transposed(to + 1024 * j, w[0], w[1], w_next[0], w_next[1]);
-      } else {
-        store_matrices_transposed(to + 1024 * j, w[0], w[1]);
-      }
+    for (int j = 0; j < C::kRowTiles; ++j) weigh(w[j], x, j, tops);
+    wait_weights_used();
+    const int thread = thread_of_group(), lane = thread % 32, warp = thread / 32;
+    // Lane l: row l % 8 of row tile l / 16, keys 8 * (l / 8 % 2) on of the warp's.
+    const uint32_t to =
+        opaque(map.weights() + swizzled(8 * (lane >> 4) + (lane & 7), 2 * warp + (lane >> 3 & 1)));
+#pragma unroll
+    for (int j = 0; j + 1 < C::kRowTiles; j += 2)
+      store_matrices_transposed(to + 1024 * j, w[j][0], w[j][1], w[j + 1][0], w[j + 1][1]);
+    if constexpr (C::kRowTiles % 2 == 1) {
+      constexpr int j = C::kRowTiles - 1;
+      store_matrices_transposed(to + 1024 * j, w[j][0], w[j][1]);
     }
   }
   __device__ __forceinline__ void hand_over_weights() {
     fence_async_reads();
     arrive_warp(map.weights_full());
-    weights_round ^= 1;
+    rounds ^= 2;
   }
 
   // Each row's lse, and as its factor what its sums are to be multiplied by.
   __device__ __forceinline__ void finish(const CudaWorkItem& item) {
-    wait_barrier(map.weights_empty(), weights_round ^ 1);
+    const int thread = thread_of_group(), lane = thread % 32, warp = thread / 32;
+    wait_weights_used();
+    const uint32_t to = scratch();
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
 #pragma unroll
       for (int step = 4; step < 32; step *= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], step);
-      if (lane < 4) store_shared(scratch(warp, i), sum[i]);
-      if (lane < 4 && warp == 0) store_shared(scratch(4, i), top[i]);
+      if (lane < 4) store_shared(to + number(0, i) + 4 * C::kRows * warp, sum[i]);
     }
     sync();
-    const int row = 32 * warp + lane, packed = item.row_begin + row;
+    const int row = thread, packed = item.row_begin + row;
     if (row < C::kRows) {
       const auto at = [&](int w) { return load_shared<float>(map.weights() + 4 * (w * C::kRows + row)); };
       const float total = (at(0) + at(1)) + (at(2) + at(3));
       const bool none = total == 0;
       store_shared(map.factors() + 4 * row, none ? kNoKey : args.value_scale / total);
       if (packed < item.row_end) {
-        const float lse = none ? -INFINITY : (at(4) + log2f(total)) * 0.693147180559945309417f;
+        const float lse =
+            none ? -INFINITY
+                 : (load_shared<float>(map.tops() + 4 * row) + log2f(total)) * 0.693147180559945309417f;
         if (item.partial >= 0)
           args.partial_lse[static_cast<int64_t>(item.partial) * C::kRows + row] = lse;
         else if (args.lse)
@@ -402,30 +445,29 @@ struct Scorer {
   }
 
   __device__ __forceinline__ void score(const CudaWorkItem& item) {
-    const int masked_from = min(item.prefix_len, item.key_end);
 #pragma unroll
-    for (int i = 0; i < kOwnRows; ++i) top[i] = -INFINITY, sum[i] = 0;
+    for (int i = 0; i < kOwnRows; ++i) sum[i] = 0;
+    if (thread_of_group() < C::kRows) store_shared(map.tops() + 4 * thread_of_group(), -INFINITY);
+    sync();
+    const int key_end = item.key_end;
+    int key = item.key_begin;
+    if (key < key_end) wait_queries();
 #pragma unroll 1
-    for (int key = item.key_begin; key < item.key_end; key += C::kKeys) {
+    for (; key < key_end; key += C::kKeys) {
       float x[kSums];
-      if (key == item.key_begin) {
-        wait_barrier(map.q_full(), q_round);
-        q_round ^= 1;
-      }
       multiply_tile(x);
       arrive_warp(map.rope_empty(rope_ring.stage));
-      if (key + C::kKeys >= item.key_end) arrive_warp(map.q_empty());
+      if (key + C::kKeys >= key_end) arrive_warp(map.q_empty());
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) x[i] *= scale;
-      if (key + C::kKeys > masked_from) {
+      for (int i = 0; i < kSums; ++i) x[i] *= scale();
+      if (key + C::kKeys > min(item.prefix_len, key_end)) {
         hide(x, item, key);
         clear_nonfinite(item, key);
       }
       const bool raises = sync_or(exceeds(x));
-      wait_barrier(map.weights_empty(), weights_round ^ 1);
       if (raises) raise_tops(x);
-      if (warp == 0 && lane == 0) store_shared(map.raised(), static_cast<int>(raises));
       store_weights(x);
+      if (thread_of_group() == 0) store_shared(map.raised(), static_cast<int>(raises));
       hand_over_weights();
       ring.step();
       rope_ring.step();
@@ -434,7 +476,7 @@ struct Scorer {
   }
   __device__ __forceinline__ void run() {
     WorkList list(args.plan, static_cast<int>(blockIdx.x));
-    for (CudaWorkItem item; list.next(item);) score(item);
+    while (const CudaWorkItem* item = list.next()) score(*item);
   }
 };
 
@@ -447,22 +489,22 @@ struct Accumulator {
   const KernelArgs& args;
   const SharedMap<C>& map;
   int half;  // of the columns
-  int warp, lane;
   Ring<C::kStages> ring;
   uint32_t weights_round = 0;
   float out[C::kOwnPanels][kSums];  // panels of 64 columns, of which a warp has 16
 
-  __device__ __forceinline__ Accumulator(const KernelArgs& a, const SharedMap<C>& m, int h, int thread)
-      : args(a), map(m), half(h), warp(thread / 32), lane(thread % 32) {}
+  __device__ __forceinline__ Accumulator(const KernelArgs& a, const SharedMap<C>& m, int h)
+      : args(a), map(m), half(h) {}
 
   __device__ __forceinline__ void wait_weights() {
     wait_barrier(map.weights_full(), weights_round);
     weights_round ^= 1;
   }
   __device__ __forceinline__ void shrink() {
+    const uint32_t factors = map.factors() + 8 * (thread_of_group() & 3);
 #pragma unroll
     for (int j = 0; j < C::kRowTiles; ++j) {
-      const float2 by = load_shared<float2>(map.factors() + 4 * (8 * j + 2 * (lane & 3)));
+      const float2 by = load_shared<float2>(factors + 32 * j);
 #pragma unroll
       for (int p = 0; p < C::kOwnPanels; ++p) {
         out[p][4 * j] *= by.x, out[p][4 * j + 1] *= by.y;
@@ -470,39 +512,45 @@ struct Accumulator {
       }
     }
   }
+  // The products of own chunk i. Chunks alternate between the two halves, so that they are free again in the order that they are copied in.
+  __device__ __forceinline__ void multiply_chunk(int i, bool first) {
+    const uint64_t weights = matrix_at(map.weights());
+#pragma unroll
+    for (int p = C::kChunkPanels * i; p < C::kChunkPanels * (i + 1); ++p) {
+      const uint64_t values =
+          matrix_at(map.panel(ring.stage, C::kChunkPanels * (2 * i + half) + p % C::kChunkPanels));
+#pragma unroll
+      for (int k = 0; k < C::kKeys / 16; ++k)
+        multiply<T, true>(out[p], matrix_after(values, 2048 * k), matrix_after(weights, 32 * k),
+                          !first || k > 0);
+    }
+    commit_products();
+  }
+  __device__ __forceinline__ void pin_out() {
+#pragma unroll
+    for (int p = 0; p < C::kOwnPanels; ++p) pin(out[p]);
+  }
   __device__ __forceinline__ void accumulate(bool first) {
     wait_weights();
     fence_async_reads();  // of the copies: the scorer saw them land
     if (!first && load_shared<int>(map.raised()) != 0) shrink();
 #pragma unroll
-    for (int p = 0; p < C::kOwnPanels; ++p) pin(out[p]);
-    begin_products();
-    const uint64_t weights = matrix_at(map.weights());
-#pragma unroll
-    for (int p = 0; p < C::kOwnPanels; ++p) {
-      const uint64_t values = matrix_at(map.panel(ring.stage, C::kOwnPanels * half + p));
-#pragma unroll
-      for (int k = 0; k < C::kKeys / 16; ++k)
-        multiply<T, true>(out[p], matrix_after(values, 2048 * k), matrix_after(weights, 32 * k),
-                          !first || k > 0);
-      if (p % C::kChunkPanels == C::kChunkPanels - 1) commit_products();
+    for (int i = 0; i < C::kOwnChunks; ++i) {
+      pin_out();
+      begin_products();
+      multiply_chunk(i, first);
+      wait_products<0>();
+      pin_out();
+      arrive_warp(map.empty(ring.stage, 2 * i + half));
     }
-    static_assert(C::kOwnChunks <= 2);
-    if constexpr (C::kOwnChunks == 2) {
-      wait_products<1>();
-      arrive_warp(map.empty(ring.stage, C::kOwnChunks * half));
-    }
-    wait_products<0>();
-#pragma unroll
-    for (int p = 0; p < C::kOwnPanels; ++p) pin(out[p]);
-    arrive_warp(map.empty(ring.stage, C::kOwnChunks * half + C::kOwnChunks - 1));
     arrive_warp(map.weights_empty());
     ring.step();
   }
   __device__ __forceinline__ void write(const CudaWorkItem& item) const {
-    const FragmentWriter<C::kDv, C::kOwnPanels, 64, C::kRowTiles> writer{out, map.factors(), lane,
-                                                                         item.row_end - item.row_begin};
-    const int column = 64 * C::kOwnPanels * half + 16 * warp;
+    const int thread = thread_of_group(), lane = thread % 32, warp = thread / 32;
+    const FragmentWriter<C::kDv, C::kOwnPanels, 64, 256, C::kRowTiles> writer{out, map.factors(), lane,
+                                                                              item.row_end - item.row_begin};
+    const int column = 128 * half + 16 * warp;
     const int64_t at = (static_cast<int64_t>(item.q_begin) * args.h_q + item.row_begin) * C::kDv + column;
     if (item.partial >= 0)
       writer.write(args.partial_out + static_cast<int64_t>(item.partial) * C::kRows * C::kDv + column);
@@ -537,14 +585,14 @@ __global__ void __launch_bounds__(C::kThreads, 1) wgmma_kernel(const __grid_cons
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0),
             thread = static_cast<int>(threadIdx.x) % 128;
   if (group == 0) {
-    release_registers<C::kCopyRegisters>();
+    set_registers<C::kCopyRegisters>();
     Copier<C>(args, map, thread).run();
   } else if (group == 1) {
-    release_registers<C::kScoreRegisters>();
-    Scorer<C>(args, map, thread).run();
+    set_registers<C::kScoreRegisters>();
+    Scorer<C>(args, map).run();
   } else {
-    take_registers<C::kValueRegisters>();
-    Accumulator<C>(args, map, group - 2, thread).run();
+    set_registers<C::kValueRegisters>();
+    Accumulator<C>(args, map, group - 2).run();
   }
 #endif
 }

@@ -21,14 +21,15 @@ struct Config {
   static constexpr int kStages = kTile.stages, kRopeStages = kTile.rope_stages;
 
   // Registers of a thread, by warpgroup: 512 altogether.
-  static constexpr int kCopyRegisters = 48, kScoreRegisters = 112, kValueRegisters = 176;
-  static_assert(kCopyRegisters + kScoreRegisters + 2 * kValueRegisters <= 512);
+  static constexpr int kCopyRegisters = 48, kValueRegisters = kRows == 72 ? 176 : 160,
+                       kScoreRegisters = 512 - kCopyRegisters - 2 * kValueRegisters;
 
   // Shared memory, in bytes.
   static constexpr int kPanelBytes = WgmmaTile::kPanelBytes, kQPanelBytes = 128 * kRows;
   static constexpr int kRopeAt = kStages * kPanels * kPanelBytes;
   static constexpr int kQAt = kTile.q_at(), kWeightsAt = kTile.weights_at();
-  static constexpr int kFactorsAt = kTile.factors_at(), kRaisedAt = kFactorsAt + 4 * kRows;
+  static constexpr int kFactorsAt = kTile.factors_at(), kTopsAt = kFactorsAt + 4 * kRows,
+                       kRaisedAt = kTopsAt + 4 * kRows;
   // Barriers: a chunk of a tile is there; its place is free; so for its rope columns; queries are there; may be replaced; weights are there; may be
   // replaced.
   static constexpr int kFullAt = kTile.barriers_at();
@@ -36,7 +37,8 @@ struct Config {
   static constexpr int kEmptyAt = kRopeFullAt + 8 * kRopeStages;
   static constexpr int kRopeEmptyAt = kEmptyAt + 8 * kStages * kChunks;
   static constexpr int kQFullAt = kRopeEmptyAt + 8 * kRopeStages, kQEmptyAt = kQFullAt + 8;
-  static constexpr int kWeightsFullAt = kQEmptyAt + 8, kWeightsEmptyAt = kQEmptyAt + 16;
+  static constexpr int kWeightsFullAt = kQEmptyAt + 8,
+                       kWeightsEmptyAt = kQEmptyAt + 16;
   static constexpr int kSmemBytes = kTile.smem_bytes();
   static_assert(kQAt % 1024 == 0 && kWeightsAt % 1024 == 0, "swizzled rows");
   static_assert(kWeightsEmptyAt + 8 <= kSmemBytes && kSmemBytes <= 227 * 1024);
@@ -45,6 +47,8 @@ struct Config {
 // A weight may exceed 1 by this power of 2 before sums are rescaled to a new maximum: most maxima then cost nothing, and no digit of
 // a bf16 or fp16 weight is lost.
 constexpr float kSlack = 8;
+// A raised maximum is set this much higher than the score, so that the next ones rarely pass it again: raising takes half of a tile's time.
+constexpr float kMargin = 4;
 
 // A place in a ring that is gone through from work item to work item.
 template <int kStages>

@@ -15,8 +15,9 @@ namespace treemla {
 constexpr float kNoKey = -1;
 __device__ __forceinline__ float finished(float sum, float by) { return by == kNoKey ? 0.0f : sum * by; }
 
-// kColumnTiles tiles, kColumnStep columns apart, by kRowTiles tiles of rows. sums[c][4 * j + number]; factors: shared, a float a row.
-template <int kDv, int kColumnTiles, int kColumnStep, int kRowTiles>
+// kColumnTiles tiles by kRowTiles tiles of rows. Of two tiles the second is kStep columns after the first, and every two are kPairStep
+// columns after the two before. sums[c][4 * j + number]; factors: shared, a float a row.
+template <int kDv, int kColumnTiles, int kStep, int kPairStep, int kRowTiles>
 struct FragmentWriter {
   const float (&sums)[kColumnTiles][4 * kRowTiles];
   uint32_t factors;
@@ -41,9 +42,9 @@ struct FragmentWriter {
           for (int h = 0; h < 2; ++h) {
             const float x = finished(sums[c][4 * j + 2 * h + e], e == 0 ? by.x : by.y);
             if constexpr (std::is_same_v<To, float>)
-              at[kColumnStep * c + 8 * h] = x;
+              at[column(c) + 8 * h] = x;
             else
-              at[kColumnStep * c + 8 * h] = __builtin_bit_cast(To, narrow<To>(x));
+              at[column(c) + 8 * h] = __builtin_bit_cast(To, narrow<To>(x));
           }
       }
     }
@@ -65,8 +66,7 @@ struct FragmentWriter {
                       x1 = finished(sums[c][4 * j + 2 * h + 1], by.y);
           const float other = __shfl_xor_sync(~0u, odd ? x0 : x1, 4);
           if (row < num_rows)
-            *reinterpret_cast<float2*>(at + kColumnStep * c + 8 * h) =
-                odd ? float2{other, x1} : float2{x0, other};
+            *reinterpret_cast<float2*>(at + column(c) + 8 * h) = odd ? float2{other, x1} : float2{x0, other};
         }
     }
   }
@@ -90,8 +90,7 @@ struct FragmentWriter {
               transposed(narrow<To>(finished(sums[c][4 * j + 2 * h], by.x)) |
                          static_cast<uint32_t>(narrow<To>(finished(sums[c][4 * j + 2 * h + 1], by.y))) << 16);
         const uint32_t other = __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1);
-        if (there)
-          *reinterpret_cast<uint2*>(at + kColumnStep * c) = odd ? uint2{other, x[1]} : uint2{x[0], other};
+        if (there) *reinterpret_cast<uint2*>(at + column(c)) = odd ? uint2{other, x[1]} : uint2{x[0], other};
       }
     }
   }
@@ -106,6 +105,7 @@ struct FragmentWriter {
   }
 
  private:
+  __device__ __forceinline__ static constexpr int column(int c) { return c / 2 * kPairStep + c % 2 * kStep; }
   __device__ __forceinline__ float2 factor(int j) const {
     return load_shared<float2>(factors + 4 * (8 * j + 2 * (lane & 3)));
   }

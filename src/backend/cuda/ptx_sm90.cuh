@@ -11,13 +11,13 @@ namespace treemla {
 
 // ---- registers: a warpgroup gives back what it does not need, or takes more; all of its warps together ----
 
-template <int kRegisters>
-__device__ __forceinline__ void release_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+// Of `kAtLaunch` registers a thread. Whoever takes waits until others have given back.
+template <int kRegisters, int kAtLaunch = 128>
+__device__ __forceinline__ void set_registers() {
+  if constexpr (kRegisters < kAtLaunch)
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+  else if constexpr (kRegisters > kAtLaunch)
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 // ---- order ----

@@ -11,22 +11,24 @@ namespace treemla {
 //     for (CudaWorkItem item; list.next(item);) attend(args, item);
 class WorkList {
  public:
-  __device__ WorkList(const DevicePlanView& plan, int worker) {
-    const WorkerItems& w = plan.workers[worker];
-    next_ = plan.items + w.first;
-    left_ = w.count;
-  }
+  __device__ WorkList(const DevicePlanView& plan, int worker) : plan_(plan), worker_(worker) {}
   __device__ bool next(CudaWorkItem& item) {
     const CudaWorkItem* i = next();
     if (i != nullptr) item = *i;
     return i != nullptr;
   }
   // Where it lies, for who has no registers for all of it; null after the last.
-  __device__ const CudaWorkItem* next() { return left_-- > 0 ? next_++ : nullptr; }
+  __device__ const CudaWorkItem* next() {
+    const WorkerItems& w = plan_.workers[worker_];
+    if (done_ == w.count) return nullptr;
+    const CudaWorkItem* i = done_ == 0 ? &w.item : plan_.items + w.first + done_;
+    ++done_;
+    return i;
+  }
 
  private:
-  const CudaWorkItem* next_;
-  int left_;
+  const DevicePlanView& plan_;
+  int worker_, done_ = 0;
 };
 
 // The same in shared memory, for kernels that have no register to spare:
