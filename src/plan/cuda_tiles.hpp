@@ -304,9 +304,9 @@ struct WgmmaTile {
 
 // The compiled instances. Widest rows first: they make the most of each loaded key.
 inline constexpr WgmmaTile kWgmmaTiles[] = {
-    {512, 72, 2, 1, 220},  // 8 heads x 9 nodes
-    {512, 64, 2, 2, 200}, {512, 32, 2, 2, 200},
-    {512, 16, 3, 1, 200}, {512, 8, 3, 3, 200},  // a decoded token of a TP8 rank
+    {512, 72, 2, 1, 265},  // 8 heads x 9 nodes
+    {512, 64, 2, 2, 205}, {512, 32, 2, 2, 205},
+    {512, 16, 3, 1, 195}, {512, 8, 3, 3, 195},  // a decoded token of a TP8 rank
     {256, 64, 4, 4, 120}, {256, 16, 5, 5, 120},
 };
 
@@ -323,7 +323,7 @@ inline const WgmmaTile* choose_wgmma_tile(int d_v, int64_t requests, int64_t row
   int64_t best_cost = 0;
   for (const WgmmaTile& t : kWgmmaTiles) {
     if (t.d_v != d_v) continue;
-    if (const char* e = getenv("TM_ROWS"); e && atoi(e) != t.rows) continue; //TMP
+    if (const char* e = getenv("TM_ROWS"); e && atoi(e) != t.rows) continue;  //TMP
     const TilePolicy policy = t.policy();
     const int64_t pairs = requests * ceil_div<int64_t>(rows, t.rows),
                   tiles = ceil_div<int64_t>(keys, WgmmaTile::kKeys);

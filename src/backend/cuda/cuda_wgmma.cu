@@ -86,7 +86,7 @@ class CudaWgmma : public CudaBackend {
     k.threads = WgmmaTile::kThreads;
     k.smem_bytes = tile->smem_bytes();
     k.tile = tile->policy();
-    if (const char* e = getenv("TM_X")) k.smem_keys = atoi(e); //TMP
+    if (const char* e = getenv("TM_MIN")) k.min_payload = atoi(e); //TMP
     return k;
   }
 };
