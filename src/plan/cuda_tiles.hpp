@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 
 #include "plan/split.hpp"
 #include "treemla/dtype.hpp"
@@ -323,7 +322,6 @@ inline const WgmmaTile* choose_wgmma_tile(int d_v, int64_t requests, int64_t row
   int64_t best_cost = 0;
   for (const WgmmaTile& t : kWgmmaTiles) {
     if (t.d_v != d_v) continue;
-    if (const char* e = getenv("TM_ROWS"); e && atoi(e) != t.rows) continue;  //TMP
     const TilePolicy policy = t.policy();
     const int64_t pairs = requests * ceil_div<int64_t>(rows, t.rows),
                   tiles = ceil_div<int64_t>(keys, WgmmaTile::kKeys);

@@ -53,12 +53,21 @@ bool is_16_bit(const std::string& backend) {
   return !why_unsupported_hosted(backend, generate_case(spec).problem()).empty();
 }
 DType native_dtype(const std::string& backend) { return is_16_bit(backend) ? DType::kBF16 : DType::kF32; }
-// Every cache dtype that the backend takes with queries of one of its own.
-std::vector<DType> cache_dtypes(const std::string& backend) {
-  if (!is_16_bit(backend)) return {DType::kF32, DType::kBF16, DType::kF16};
-  return {DType::kBF16, DType::kF16, DType::kF8E4M3, DType::kF8E4M3Packed};
-}
 DType query_dtype(DType cache) { return is_fp8(cache) ? DType::kBF16 : cache; }
+// Every cache dtype that the backend takes with queries of one of its own; at least two.
+std::vector<DType> cache_dtypes(const std::string& backend) {
+  std::vector<DType> dtypes;
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kF8E4M3, DType::kF8E4M3Packed}) {
+    CaseSpec spec;
+    spec.requests = {{1, 1}};
+    spec.shape = {1, 512, 64};
+    spec.kv_dtype = dtype;
+    spec.q_dtype = query_dtype(dtype);
+    if (why_unsupported_hosted(backend, generate_case(spec).problem()).empty()) dtypes.push_back(dtype);
+  }
+  EXPECT_GE(dtypes.size(), 2u) << backend;
+  return dtypes;
+}
 Comparison judge(Instance& instance, const std::string& backend) {
   return instance.judge(is_16_bit(backend) ? precision_of(instance.problem().q.dtype) : Precision::kF32);
 }

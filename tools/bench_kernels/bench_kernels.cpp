@@ -1,7 +1,7 @@
 // bench_kernels: the float32 ladder against itself, or any backends over the grid that other libraries were measured on.
 //
 //     bs q_len prefix naive_us flash_us speedup         flash is cuda_warp_per_key; --ladder has a column for every rung
-//     --grid: the backends of --backend (default cuda_mma) over b, q_len, h_q, prefix, bf16, each checked against cuda_fp32_tiled
+//     --grid: the backends of --backend (default cuda_wgmma, cuda_mma) over b, q_len, h_q, prefix, bf16, each checked against cuda_fp32_tiled
 //
 // Random data made on the device, pages of one token in random order, random trees. Times are medians of CUDA-graph replays of run():
 // planned once, as an engine does for all the layers of a step. warm: back to back; cold: L2 flushed before each sample.
@@ -276,7 +276,7 @@ constexpr const char* kReference = "cuda_fp32_tiled";
 // A row a shape; the last column is the faster of the card's memory and its matrix rate by data sheet, over cold_us.
 bool bench_grid(const Options& o, const Ceilings& c, Records& records, void* stream) {
   const std::vector<std::string> backends =
-      o.backends.empty() ? std::vector<std::string>{"cuda_mma"} : o.backends;
+      o.backends.empty() ? std::vector<std::string>{"cuda_wgmma", "cuda_mma"} : o.backends;
   const DType dtype = parse_dtype(o.dtype);
   const int max_q = *std::max_element(o.q_len.begin(), o.q_len.end());
   bool failed = false;

@@ -11,14 +11,16 @@
 //
 // Four warpgroups of 128 threads, each with a task, that meet at mbarriers:
 //
-//     copy         keys, by 16-byte cp.async whatever the page size, 8 threads a row; page entries a tile ahead; queries      64 registers
-//     score        S^T, mask, softmax; P^T to shared memory as the B of the second product                                    112
-//     accumulate   O^T, columns 0 to d_v / 2 - 1: 144 of its registers at 72 rows, d_v 512                                    168
-//     accumulate   the other columns                                                                                          168
+//     copy         keys, by 16-byte cp.async whatever the page size, 8 threads a row; page entries a tile ahead; queries
+//     score        S^T, mask, softmax; P^T to shared memory as the B of the second product
+//     accumulate   O^T, every other chunk of 128 columns: at 72 rows and d_v 512, 144 registers of it
+//     accumulate   the others
 //
 //     copy         | tile i + 2, as chunks come free      |
 //     score        | S(i + 1)            | softmax(i + 1) | S(i + 2)
-//     accumulate   | V(i)^T P(i)^T             |          | V(i + 1)^T P(i + 1)^T
+//     accumulate   | V(i)^T P(i)^T       |                | V(i + 1)^T P(i + 1)^T
+//
+// They share out an SM's registers: 64 a thread for copying, 128 for scores, 160 for outputs; at 72 rows 48, 112, 176.
 //
 // Keys lie in panels of 64 columns, 64 rows of 128 bytes each, swizzled; two panels, a chunk, are handed over at once, so that the places of
 // tile i are filled again while tile i + 1 is at work. Rope columns are done with after the scores and have places of their own.
@@ -27,18 +29,20 @@
 //     latents   [stages][d_v / 64][64][128]         131,072    131,072    196,608
 //     rope      [rope stages][64][128]                8,192     16,384     24,576
 //     queries   [d_v / 64 + 1][rows][128]            82,944     73,728      9,216
-//     weights   [rows][128]                           9,216      8,192      1,024     between tiles, and at the end: partial maxima, sums
-//     factors   [rows], a mark, barriers                488        464        288
-//                                                   231,912    229,840    231,712     sm_90: 232,448
+//     weights   [rows][128]                           9,216      8,192      1,024     between tiles, and at the end: masks, maxima, sums
+//     factors, maxima, a mark, barriers                 768        720        352
+//                                                   232,192    230,096    231,776     sm_90: 232,448
 //
 // Budget, 72 rows x 64 keys of d_v 512, in cycles of an SM of the H200: tensor cores 68 products of 36, 2,448; softmax about 500, in which
-// the other warpgroups have products; a tile's 73,728 bytes from memory 3,800. So 72 rows and fewer are bound by memory.
+// the other warpgroups have products; a tile's 73,728 bytes from memory 3,800. docs/PERFORMANCE.md has what it takes and why.
 //
 // Masks: tiles inside the prefix know none. In the others hidden scores become -inf, keys past the end are zeros, and values that are
 // not finite are cleared, lest 0 * NaN reach a row that does not see them; whoever sees such a key has NaN among its weights.
 //
 // A row's bits depend on its keys alone: products, sums and maxima are taken over tiles of 64 keys in every instance, and a maximum is
 // raised by the row's own scores.
+
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <string>
@@ -55,7 +59,9 @@ std::string why_queries_not_aligned(const VerifyProblem& p) {
   if (reinterpret_cast<std::uintptr_t>(p.q.data) % 16 == 0 && q_token_stride(p) % 8 == 0 &&
       q_head_stride(p) % 8 == 0)
     return "";
-  return "q.data or strides of q that are not multiples of 16 bytes";
+  return fmt::format(
+      "q.data = {} with strides of {} and {} elements: reads of 16 bytes need multiples of that", p.q.data,
+      q_token_stride(p), q_head_stride(p));
 }
 
 class CudaWgmma : public CudaBackend {
@@ -64,8 +70,12 @@ class CudaWgmma : public CudaBackend {
 
  protected:
   Support supports_kernel(const VerifyProblem& p, const CudaDevice& device) const override {
+#ifndef TREEMLA_HAS_SM90A
+    return Support::no("this build has no code for sm_90a");
+#endif
     if (device.cc != 0 && device.cc != 90)
-      return Support::no("needs a card of compute capability 9.0 (H100, H200)");
+      return Support::no(
+          fmt::format("compute capability {}.{}: takes 9.0 (H100, H200)", device.cc / 10, device.cc % 10));
     if (const Support s = supports_ladder_shape(p); !s.ok) return s;
     if (p.kv.dtype == DType::kF32) return Support::no("fp32 caches: takes bf16, fp16");
     if (p.q.dtype != p.kv.dtype)
@@ -86,7 +96,6 @@ class CudaWgmma : public CudaBackend {
     k.threads = WgmmaTile::kThreads;
     k.smem_bytes = tile->smem_bytes();
     k.tile = tile->policy();
-    if (const char* e = getenv("TM_MIN")) k.min_payload = atoi(e); //TMP
     return k;
   }
 };

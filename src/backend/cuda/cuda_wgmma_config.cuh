@@ -21,7 +21,7 @@ struct Config {
   static constexpr int kStages = kTile.stages, kRopeStages = kTile.rope_stages;
 
   // Registers of a thread, by warpgroup: 512 altogether.
-  static constexpr int kCopyRegisters = 48, kValueRegisters = kRows == 72 ? 176 : 160,
+  static constexpr int kCopyRegisters = kRows == 72 ? 48 : 64, kValueRegisters = kRows == 72 ? 176 : 160,
                        kScoreRegisters = 512 - kCopyRegisters - 2 * kValueRegisters;
 
   // Shared memory, in bytes.
@@ -37,8 +37,7 @@ struct Config {
   static constexpr int kEmptyAt = kRopeFullAt + 8 * kRopeStages;
   static constexpr int kRopeEmptyAt = kEmptyAt + 8 * kStages * kChunks;
   static constexpr int kQFullAt = kRopeEmptyAt + 8 * kRopeStages, kQEmptyAt = kQFullAt + 8;
-  static constexpr int kWeightsFullAt = kQEmptyAt + 8,
-                       kWeightsEmptyAt = kQEmptyAt + 16;
+  static constexpr int kWeightsFullAt = kQEmptyAt + 8, kWeightsEmptyAt = kQEmptyAt + 16;
   static constexpr int kSmemBytes = kTile.smem_bytes();
   static_assert(kQAt % 1024 == 0 && kWeightsAt % 1024 == 0, "swizzled rows");
   static_assert(kWeightsEmptyAt + 8 <= kSmemBytes && kSmemBytes <= 227 * 1024);
