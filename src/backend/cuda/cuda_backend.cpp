@@ -156,6 +156,17 @@ std::string why_not_aligned(const VerifyProblem& p, int bytes) {
                      p.kv.data, row_bytes, bytes, bytes);
 }
 
+std::string why_q_not_aligned(const VerifyProblem& p, int bytes) {
+  const auto element_bytes = static_cast<int64_t>(dtype_bytes(p.q.dtype));
+  if (reinterpret_cast<std::uintptr_t>(p.q.data) % bytes == 0 &&
+      (q_token_stride(p) * element_bytes | q_head_stride(p) * element_bytes) % bytes == 0)
+    return "";
+  return fmt::format(
+      "q.data = {} with strides of {} (token) and {} (head) elements: reads of {} bytes need all to be "
+      "multiples of that",
+      p.q.data, q_token_stride(p), q_head_stride(p), bytes);
+}
+
 std::string why_pool_too_large(const VerifyProblem& p) {
   constexpr int64_t kMost = std::numeric_limits<uint32_t>::max();
   if (p.kv.num_pages > (kMost - 1) / p.kv.page_size)

@@ -57,6 +57,8 @@ class CudaBackend : public Backend {
 Support supports_ladder_shape(const VerifyProblem& problem);
 // Reads of `bytes` bytes at a time need aligned rows: "" or what stands in the way.
 std::string why_not_aligned(const VerifyProblem& problem, int bytes);
+// The same of the queries.
+std::string why_q_not_aligned(const VerifyProblem& problem, int bytes);
 // For kernels that keep pool rows and the bytes between them in 32 bits each: "" or what stands in the way.
 std::string why_pool_too_large(const VerifyProblem& problem);
 // For kernels that keep every score of a row in shared memory.

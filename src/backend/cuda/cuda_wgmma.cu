@@ -42,8 +42,6 @@
 // A row's bits depend on its keys alone: products, sums and maxima are taken over tiles of 64 keys in every instance, and a maximum is
 // raised by the row's own scores.
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <string>
 
@@ -55,15 +53,6 @@
 namespace treemla {
 namespace {
 
-std::string why_queries_not_aligned(const VerifyProblem& p) {
-  if (reinterpret_cast<std::uintptr_t>(p.q.data) % 16 == 0 && q_token_stride(p) % 8 == 0 &&
-      q_head_stride(p) % 8 == 0)
-    return "";
-  return fmt::format(
-      "q.data = {} with strides of {} and {} elements: reads of 16 bytes need multiples of that", p.q.data,
-      q_token_stride(p), q_head_stride(p));
-}
-
 class CudaWgmma : public CudaBackend {
  public:
   CudaWgmma() : CudaBackend("cuda_wgmma") {}
@@ -74,15 +63,14 @@ class CudaWgmma : public CudaBackend {
     return Support::no("this build has no code for sm_90a");
 #endif
     if (device.cc != 0 && device.cc != 90)
-      return Support::no(
-          fmt::format("compute capability {}.{}: takes 9.0 (H100, H200)", device.cc / 10, device.cc % 10));
+      return Support::no("compute capability " + std::to_string(device.cc) + ": takes 90 (H100, H200)");
     if (const Support s = supports_ladder_shape(p); !s.ok) return s;
     if (p.kv.dtype == DType::kF32) return Support::no("fp32 caches: takes bf16, fp16");
     if (p.q.dtype != p.kv.dtype)
       return Support::no("q in " + std::string(dtype_name(p.q.dtype)) + " and a cache in " +
                          std::string(dtype_name(p.kv.dtype)) + ": takes q in the cache's dtype");
     if (const std::string reason = why_not_aligned(p, 16); !reason.empty()) return Support::no(reason);
-    if (const std::string reason = why_queries_not_aligned(p); !reason.empty()) return Support::no(reason);
+    if (const std::string reason = why_q_not_aligned(p, 16); !reason.empty()) return Support::no(reason);
     if (const std::string reason = why_pool_too_large(p); !reason.empty()) return Support::no(reason);
     return Support::yes();
   }
