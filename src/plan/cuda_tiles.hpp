@@ -303,7 +303,7 @@ struct WgmmaTile {
 
 // The compiled instances. Widest rows first: they make the most of each loaded key.
 inline constexpr WgmmaTile kWgmmaTiles[] = {
-    {512, 72, 2, 1, 265},  // 8 heads x 9 nodes
+    {512, 72, 2, 1, 250},  // 8 heads x 9 nodes
     {512, 64, 2, 2, 205}, {512, 32, 2, 2, 205},
     {512, 16, 3, 1, 195}, {512, 8, 3, 3, 195},  // a decoded token of a TP8 rank
     {256, 64, 4, 4, 120}, {256, 16, 5, 5, 120},

@@ -17,6 +17,12 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 CASE = {"d_v": 512, "d_rope": 64, "lengths": ((300, 9), (0, 0), (47, 17)), "page_size": 16}
 
 
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """torch.compile gives up on a function after a few versions of it, and parametrised tests share theirs."""
+    torch.compiler.reset()
+
+
 def tensors(case, device, dtype=torch.float32):
     q, kv = (torch.from_numpy(a).to(device, dtype) for a in (case.q, case.kv))
     return (

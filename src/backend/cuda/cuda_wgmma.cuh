@@ -247,18 +247,21 @@ struct Scorer {
   }
   __device__ __forceinline__ void multiply_tile(float (&s)[kSums]) {
     pin(s);
+    // Two chunks at a time, the rope columns with the last: a fence takes as long as a panel's products.
+    constexpr int kAtOnce = 2;
 #pragma unroll
-    for (int c = 0; c < C::kChunks; ++c) {
+    for (int c = 0; c < C::kChunks; c += kAtOnce) {
+      const bool last = c + kAtOnce >= C::kChunks;
       wait_barrier(map.full(ring.stage, c), ring.round);
+      wait_barrier(map.full(ring.stage, c + 1), ring.round);
+      if (last) wait_barrier(map.rope_full(rope_ring.stage), rope_ring.round);
       fence_async_reads();
       if (c == 0) begin_products();
 #pragma unroll
-      for (int p = C::kChunkPanels * c; p < C::kChunkPanels * (c + 1); ++p)
+      for (int p = C::kChunkPanels * c; p < C::kChunkPanels * (c + kAtOnce); ++p)
         multiply_panel(s, map.panel(ring.stage, p), p);
+      if (last) multiply_panel(s, map.rope(rope_ring.stage), C::kPanels);
     }
-    wait_barrier(map.rope_full(rope_ring.stage), rope_ring.round);
-    fence_async_reads();
-    multiply_panel(s, map.rope(rope_ring.stage), C::kPanels);
     commit_products();
     wait_products<0>();
     pin(s);
@@ -534,15 +537,18 @@ struct Accumulator {
     wait_weights();
     fence_async_reads();  // of the copies: the scorer saw them land
     if (!first && load_shared<int>(map.raised()) != 0) shrink();
+    pin_out();
+    begin_products();
 #pragma unroll
-    for (int i = 0; i < C::kOwnChunks; ++i) {
-      pin_out();
-      begin_products();
-      multiply_chunk(i, first);
-      wait_products<0>();
-      pin_out();
-      arrive_warp(map.empty(ring.stage, 2 * i + half));
+    for (int i = 0; i < C::kOwnChunks; ++i) multiply_chunk(i, first);
+    static_assert(C::kOwnChunks <= 2);
+    if constexpr (C::kOwnChunks == 2) {
+      wait_products<1>();
+      arrive_warp(map.empty(ring.stage, half));
     }
+    wait_products<0>();
+    pin_out();
+    arrive_warp(map.empty(ring.stage, 2 * (C::kOwnChunks - 1) + half));
     arrive_warp(map.weights_empty());
     ring.step();
   }
