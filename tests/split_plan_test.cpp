@@ -42,6 +42,8 @@ SplitParams random_params(std::mt19937_64& rng) {
   p.tile.pair_cost = rng() % 500;
   p.fixed_tiles = rng() % 2 ? 0 : 1 + rng() % 20;
   p.min_payload = rng() % 2 ? 0 : rng() % 5000;
+  if (rng() % 2) p.tile.merge_cost = 1 + rng() % 20000;
+  if (rng() % 2) p.tile.piece_cost = rng() % 200;
   return p;
 }
 
@@ -122,6 +124,7 @@ TEST(SplitPlanTest, NoWorkerExceedsItsShareByMoreThanOneUnitAndItsPairs) {
   for (int i = 0; i < 500; ++i) {
     const Batch batch = random_batch(rng, 40, 5000);
     SplitParams p = random_params(rng);
+    p.tile.merge_cost = 0;
     p.tile.pair_cost = 0;  // then cost on the line is exactly cost of the work
     const SplitPlan plan = make_split_plan(p, batch.q_len, batch.kv_len);
     const int64_t unit = tile_cost(p.tile, p.tile.rows_per_tile) * std::max(1, p.fixed_tiles);
@@ -144,6 +147,34 @@ TEST(SplitPlanTest, UnevenLengthsAreBalanced) {
   EXPECT_GT(plan.balance(), 0.97);
   EXPECT_EQ(plan.busy_workers(), p.num_workers);
   check_coverage(plan, batch);
+}
+
+TEST(SplitPlanTest, PairsStayWholeWhereMergingTakesLonger) {
+  // 8 requests of 9 row tiles, 5 key tiles each, on 132 workers.
+  SplitParams p;
+  p.h_q = 64;
+  p.num_workers = 132;
+  p.tile = {64, 64, 64, 0, 205, 600, 300, 13};
+  Batch batch;
+  for (int r = 0; r < 8; ++r) {
+    batch.q_len.push_back(9);
+    batch.kv_len.push_back(9 + 256 - r);  // not quite equal
+  }
+  const SplitPlan whole = make_split_plan(p, batch.q_len, batch.kv_len);
+  EXPECT_TRUE(whole.combines.empty());
+  EXPECT_EQ(whole.busy_workers(), 72);
+  check_coverage(whole, batch);
+  // Twice as many pairs as workers: two each.
+  p.num_workers = 36;
+  EXPECT_EQ(make_split_plan(p, batch.q_len, batch.kv_len).busy_workers(), 36);
+  EXPECT_TRUE(make_split_plan(p, batch.q_len, batch.kv_len).combines.empty());
+  // One long request: cut.
+  p.num_workers = 132;
+  batch.kv_len[3] = 20000;
+  const SplitPlan cut = make_split_plan(p, batch.q_len, batch.kv_len);
+  EXPECT_FALSE(cut.combines.empty());
+  EXPECT_GT(cut.balance(), 0.9);
+  check_coverage(cut, batch);
 }
 
 TEST(SplitPlanTest, OneRequestOccupiesEveryWorker) {

@@ -297,6 +297,8 @@ struct WgmmaTile {
     t.row_cost = 0;
     t.load_cost = tile_cost;
     t.pair_cost = 600;
+    t.merge_cost = 300;
+    t.piece_cost = 13;
     return t;
   }
 };

@@ -13,6 +13,9 @@
 // results that `combine` merges. With fixed_tiles > 0 the units are instead chunks of fixed_tiles key tiles counted from
 // key 0, each with a partial of its own: the bits of a row then do not depend on what else is in the batch.
 //
+// Cutting costs as well: partial results are written, read and merged. Where whole pairs cost the slowest worker less than that, each pair
+// gets a piece of its own: pairs are then as long on the line as the longest of them, and pieces a multiple of it.
+//
 // The functions here are host and device code: a GPU derives its work from the same arithmetic inside a captured graph.
 #pragma once
 
@@ -30,6 +33,8 @@ struct TilePolicy {
   int row_cost = 1;   // cost of one (padded) row over one key tile
   int load_cost = 0;  // cost of loading one key tile, whatever the rows
   int pair_cost = 0;  // cost of beginning and ending a row tile in a worker: q load, output or partial write
+  // Cost of merging, and of each piece more; 0: not known, pairs are cut wherever that balances.
+  int merge_cost = 0, piece_cost = 0;
 };
 
 struct SplitParams {
@@ -45,16 +50,21 @@ struct RequestCost {
   int rows = 0;  // q_len * h_q, or 0 if the request is inert
   int row_tiles = 0;
   int key_tiles = 0;
-  int units = 0;          // per pair: key tiles, or chunks of them
-  int64_t full_unit = 0;  // cost of a unit of a full row tile
-  int64_t last_unit = 0;  // of the last row tile, which may be narrower
-  int64_t offset = 0;     // cost of a pair before its first unit
+  int units = 0;            // per pair: key tiles, or chunks of them
+  int64_t full_unit = 0;    // cost of a unit of a full row tile
+  int64_t last_unit = 0;    // of the last row tile, which may be narrower
+  int64_t offset = 0;       // cost of a pair before its first unit
+  int64_t pair_length = 0;  // of the line, of all pairs: 0: what they cost
   TREEMLA_HD int64_t unit_cost(int row_tile) const {
     return row_tile + 1 < row_tiles ? full_unit : last_unit;
   }
-  TREEMLA_HD int64_t pair_start(int row_tile) const { return row_tile * (offset + units * full_unit); }
+  TREEMLA_HD int64_t full_pair() const { return offset + units * full_unit; }
+  TREEMLA_HD int64_t pair_start(int row_tile) const {
+    return row_tile * (pair_length > 0 ? pair_length : full_pair());
+  }
   TREEMLA_HD int64_t total() const {
-    return row_tiles == 0 ? 0 : pair_start(row_tiles - 1) + offset + units * last_unit;
+    if (row_tiles == 0) return 0;
+    return pair_start(row_tiles - 1) + (pair_length > 0 ? pair_length : offset + units * last_unit);
   }
 };
 
@@ -62,8 +72,11 @@ TREEMLA_HD inline int64_t tile_cost(const TilePolicy& t, int rows) {
   return t.load_cost + static_cast<int64_t>(round_up(rows, t.row_granularity)) * t.row_cost;
 }
 
-TREEMLA_HD inline RequestCost request_cost(const SplitParams& p, int q_len, int kv_len) {
+// pair_length: 0, or whole_pair_length() of the batch.
+TREEMLA_HD inline RequestCost request_cost(const SplitParams& p, int q_len, int kv_len,
+                                           int64_t pair_length = 0) {
   RequestCost c;
+  c.pair_length = pair_length;
   if (q_len <= 0 || kv_len <= 0) return c;
   c.rows = q_len * p.h_q;
   c.row_tiles = ceil_div(c.rows, p.tile.rows_per_tile);
@@ -84,12 +97,24 @@ TREEMLA_HD inline RequestCost request_cost(const SplitParams& p, int q_len, int 
 }
 
 // Cost a worker takes on. Never below the largest unit, so that the workers of a pair are consecutive with none left out.
-TREEMLA_HD inline int64_t worker_payload(const SplitParams& p, int64_t total) {
+TREEMLA_HD inline int64_t worker_payload(const SplitParams& p, int64_t total, int64_t pair_length = 0) {
+  if (pair_length > 0)
+    return ceil_div<int64_t>(ceil_div<int64_t>(total, pair_length), p.num_workers) * pair_length;
   int64_t unit = tile_cost(p.tile, p.tile.rows_per_tile);
   if (p.fixed_tiles > 0) unit = p.tile.pair_cost + unit * p.fixed_tiles;
   int64_t payload = ceil_div<int64_t>(total, p.num_workers);
   if (p.fixed_tiles == 0 && payload < p.min_payload) payload = p.min_payload;
   return payload < unit ? unit : payload;
+}
+
+// Length on the line that lets every worker have whole pairs, if that ends sooner than cutting them: else 0. Of a batch of `pairs` pairs
+// that cost `total`, and the costliest `largest`.
+TREEMLA_HD inline int64_t whole_pair_length(const SplitParams& p, int64_t total, int64_t pairs,
+                                            int64_t largest) {
+  if (p.fixed_tiles > 0 || p.tile.merge_cost == 0 || pairs == 0) return 0;
+  const int64_t payload = worker_payload(p, total), whole = ceil_div<int64_t>(pairs, p.num_workers) * largest;
+  const int64_t cut = payload + p.tile.merge_cost + ceil_div<int64_t>(total, payload) * p.tile.piece_cost;
+  return whole <= cut ? largest : 0;
 }
 
 struct UnitRange {

@@ -246,6 +246,8 @@ TEST(DevicePlan, EqualsTheHostPlanItemByItem) {
     s.num_workers = 1 + upto(upto(1) ? 5 : 700);
     s.fixed_tiles = upto(2) ? 0 : 1 + upto(10);
     s.min_payload = upto(1) ? 0 : upto(5000);
+    s.tile.merge_cost = upto(1) ? 0 : upto(20000);
+    s.tile.piece_cost = upto(1) ? 0 : upto(100);
     const int b = upto(upto(1) ? 4 : 600);
     std::vector<int32_t> q_indptr{0}, q_len, kv_len;
     for (int r = 0; r < b; ++r) {

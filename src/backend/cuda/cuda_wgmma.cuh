@@ -444,6 +444,7 @@ struct Scorer {
           args.lse[static_cast<int64_t>(item.q_begin) * args.h_q + packed] = lse;
       }
     }
+    sync();
     hand_over_weights();
   }
 
