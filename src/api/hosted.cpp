@@ -141,7 +141,7 @@ std::string why_unsupported_hosted(const std::string& backend, const VerifyProbl
     set_bounds(p, host);
     p.memory = b->memory();
     // Allocations of a device are aligned; where the host's arrays lie means nothing there.
-    p.kv.data = nullptr;
+    p.q.data = p.kv.data = nullptr;
   }
   return why_unsupported(backend, p);
 }
