@@ -23,7 +23,8 @@ struct KernelModel {
 // The tile of cpu_simd for batches whose largest q_len * h_q is `rows`.
 TilePolicy cpu_simd_tile(int rows);
 
-// Models of the kernels that could run the shape on the device, in order of the ladder, whether this build has them or not;
+// Models of the kernels that could run the shape on the device, in order of the ladder, those on tensor cores as calls prefer them, whether
+// this build has them or not;
 // cpu_simd for the CPU. `rows` is the largest q_len * h_q of the batch of `requests`, `keys` its largest kv_len.
 std::vector<KernelModel> kernel_models(const DeviceModel& device, const MlaShape& shape, DType kv_dtype,
                                        int requests, int rows, int64_t keys);

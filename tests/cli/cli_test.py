@@ -721,6 +721,9 @@ class PlanAndInfo(CliTest):
         self.assertEqual(rows[-1][:4], ["8", "33", "128", "65536"])
         if "cuda_mma" in self.run_ok("plan --arch sm_120"):  # built with nvcc
             self.assertEqual({row[4] for row in rows}, {"cuda_mma"})
+            lines = self.run_ok("plan --arch h200 --grid").splitlines()
+            rows = [line.split() for line in lines if line.split()[:1] in (["1"], ["8"])]
+            self.assertEqual({row[4] for row in rows}, {"cuda_wgmma"})
         self.assert_refused(treemla("plan --arch sm_120 --grid --b 2"), "--grid", "together with --b")
 
     def test_packed_cache(self):

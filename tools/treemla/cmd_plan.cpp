@@ -232,8 +232,8 @@ Shape make_shape(const PlanOptions& o, const DeviceModel& device) {
   return x;
 }
 
-// The shapes that other libraries were measured on, a line each: by a kernel on tensor cores if there is one, as calls choose, and then by the one that allows
-// the least time.
+// The shapes that other libraries were measured on, a line each: by the first kernel on tensor cores, as calls choose, and if there is none
+// by the one that allows the least time.
 int plan_grid(PlanOptions o) {
   const DeviceModel device = device_of(o);
   print(describe(device) + "\n");
@@ -261,8 +261,8 @@ int plan_grid(PlanOptions o) {
           const KernelModel* kernel = nullptr;
           for (const KernelModel& k : x.kernels) {
             KernelPlan plan = plan_kernel(o, device, x.batch, k, x.work);
-            if (kernel != nullptr && (k.tensor_cores != kernel->tensor_cores ? kernel->tensor_cores
-                                                                             : plan.seconds >= best.seconds))
+            if (kernel != nullptr &&
+                (kernel->tensor_cores || (!k.tensor_cores && plan.seconds >= best.seconds)))
               continue;
             best = std::move(plan);
             kernel = &k;
