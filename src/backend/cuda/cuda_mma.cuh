@@ -82,27 +82,11 @@ struct Worker {
   }
 
   // Of the group's four warps.
-  template <int kBarrier>
-  __device__ __forceinline__ static void sync() {
-    asm volatile("bar.sync %0, 128;" ::"n"(kBarrier) : "memory");
-  }
-  __device__ __forceinline__ void sync_group() const {
+  __device__ __forceinline__ void sync_own() const {
     if (group() == 0)
-      sync<1>();
+      sync_group<1>();
     else
-      sync<2>();
-  }
-  // The same; is x true in any of its threads?
-  template <int kBarrier>
-  __device__ __forceinline__ static bool sync_or(bool x) {
-    int any;
-    asm volatile(
-        "{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %1, 0;\n\tbar.red.or.pred p, %2, 128, p;\n\tselp.s32 %0, 1, 0, "
-        "p;\n\t}"
-        : "=r"(any)
-        : "r"(static_cast<int>(x)), "n"(kBarrier)
-        : "memory");
-    return any != 0;
+      sync_group<2>();
   }
 
   // ---- copy: 16 lanes a row, 16 bytes a lane ----
@@ -351,7 +335,7 @@ struct Worker {
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
       if ((lane & 3) == 0) store_shared(weights_row(j, lane >> 2) + 4 * quarter, largest);
     }
-    sync_group();
+    sync_own();
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
       const float4 l = load_shared<float4>(weights_row(j, lane >> 2));
@@ -589,9 +573,7 @@ struct Worker {
       if constexpr (C::kIsFp8) {
         x &= ~(((x & 0x7F7F7F7F) + 0x01010101 >> 7 & 0x01010101) * 0xFF);
       } else {
-        constexpr uint32_t kExponent = std::is_same_v<T, __half> ? 0x7C00 : 0x7F80;
-        if ((x & kExponent) == kExponent) x &= 0xFFFF0000;
-        if ((x >> 16 & kExponent) == kExponent) x &= 0xFFFF;
+        clear_nonfinite_pair<T>(x);
       }
     };
     const uint32_t at = copy_to() + ring.stage * C::kStageBytes;
@@ -797,10 +779,10 @@ struct Worker {
       write_rows(to);
   }
   __device__ __forceinline__ void write() const {
-    sync_group();  // the last tile's shrink is used
+    sync_own();  // the last tile's shrink is used
     if (kTiles >= 4 || quarter < kTiles) finish_rows(state, quarter);
     if (kTiles > 4 && quarter == 0) finish_rows(load_fifth(), 4);
-    sync_group();
+    sync_own();
     const int64_t first = (static_cast<int64_t>(item.q_begin) * args.h_q + item.row_begin) * C::kDv;
     if (item.partial >= 0)
       write_pairs(args.partial_out + static_cast<int64_t>(item.partial) * C::kRows * C::kDv);
@@ -861,7 +843,7 @@ struct Worker {
         for (int e = 0; e < 4; ++e) out[c][j][e] = 0;
     state = {{-INFINITY, -INFINITY}, {0, 0}};
     if (kTiles > 4 && quarter == 0) store_fifth(state);
-    if (lane < kTiles) store_shared(raised_at(lane), -1);  // whoever raises first does so after sync_group()
+    if (lane < kTiles) store_shared(raised_at(lane), -1);  // whoever raises first does so after sync_own()
   }
 
   __device__ __forceinline__ void attend(SharedWork<C::kThreads>& work) {
@@ -890,8 +872,8 @@ struct Worker {
         __syncthreads();
       }
       if constexpr (kTiles > 0) {
-        sync<kBarrier>();  // the parts are there
-        const bool shrinks = sync_or<kBarrier>(softmax(own, own_fifth, key));
+        sync_group<kBarrier>();  // the parts are there
+        const bool shrinks = sync_group_or<kBarrier>(softmax(own, own_fifth, key));
         accumulate(key, shrinks);
       }
       release_tile();

@@ -219,18 +219,8 @@ struct Scorer {
   __device__ __forceinline__ Scorer(const KernelArgs& a, const SharedMap<C>& m) : args(a), map(m) {}
 
   __device__ __forceinline__ float scale() const { return args.score_scale * 1.44269504088896340736f; }
-  __device__ __forceinline__ static void sync() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
-  // The same; is x true in any of its threads?
-  __device__ __forceinline__ static bool sync_or(bool x) {
-    int any;
-    asm volatile(
-        "{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %1, 0;\n\tbar.red.or.pred p, 1, 128, p;\n\tselp.s32 %0, 1, 0, "
-        "p;\n\t}"
-        : "=r"(any)
-        : "r"(static_cast<int>(x))
-        : "memory");
-    return any != 0;
-  }
+  static constexpr int kBarrier = 1;
+  __device__ __forceinline__ static void sync() { sync_group<kBarrier>(); }
 
   __device__ __forceinline__ void wait_queries() {
     wait_barrier(map.q_full(), rounds & 1);
@@ -309,11 +299,6 @@ struct Scorer {
   // NaN among its weights.
   __device__ __forceinline__ void clear_nonfinite(const CudaWorkItem& item, int tile_key) const {
     const int thread = thread_of_group();
-    const auto clear = [](uint32_t& x) {
-      constexpr uint32_t kExponent = std::is_same_v<T, __half> ? 0x7C00 : 0x7F80;
-      if ((x & kExponent) == kExponent) x &= 0xFFFF0000;
-      if ((x >> 16 & kExponent) == kExponent) x &= 0xFFFF;
-    };
     constexpr int kRowChunks = 8 * C::kPanels;
     const int begin = max(item.prefix_len - tile_key, 0), end = min(item.key_end - tile_key, C::kKeys);
 #pragma unroll 1
@@ -321,7 +306,8 @@ struct Scorer {
       const int row = i / kRowChunks, c = i % kRowChunks;
       const uint32_t at = map.panel(ring.stage, c / 8) + row * 128 + c % 8 * 16;
       uint4 x = load_shared<uint4>(at);
-      clear(x.x), clear(x.y), clear(x.z), clear(x.w);
+      clear_nonfinite_pair<T>(x.x), clear_nonfinite_pair<T>(x.y);
+      clear_nonfinite_pair<T>(x.z), clear_nonfinite_pair<T>(x.w);
       store_shared(at, x);
     }
   }
@@ -468,7 +454,7 @@ struct Scorer {
         hide(x, item, key);
         clear_nonfinite(item, key);
       }
-      const bool raises = sync_or(exceeds(x));
+      const bool raises = sync_group_or<kBarrier>(exceeds(x));
       if (raises) raise_tops(x);
       store_weights(x);
       if (thread_of_group() == 0) store_shared(map.raised(), static_cast<int>(raises));

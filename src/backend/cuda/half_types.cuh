@@ -29,6 +29,14 @@ __device__ __forceinline__ uint32_t narrow_pair(float x0, float x1) {
   return reinterpret_cast<const uint32_t&>(y);
 }
 
+// NaN and infinities among two numbers become zeros.
+template <class T>
+__device__ __forceinline__ void clear_nonfinite_pair(uint32_t& x) {
+  constexpr uint32_t kExponent = std::is_same_v<T, __half> ? 0x7C00 : 0x7F80;
+  if ((x & kExponent) == kExponent) x &= 0xFFFF0000;
+  if ((x >> 16 & kExponent) == kExponent) x &= 0xFFFF;
+}
+
 // Two e4m3 numbers, in the upper halves of x's 16-bit words, to T: exponent and fraction move into place, and one exact multiplication
 // makes up for the difference of the exponents' biases, subnormal numbers included. Not for NaN.
 template <class T>

@@ -54,6 +54,25 @@ __device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) 
 #undef TREEMLA_WAIT
 }
 
+// ---- barriers of a warpgroup: four warps, by number ----
+
+template <int kBarrier>
+__device__ __forceinline__ void sync_group() {
+  asm volatile("bar.sync %0, 128;" ::"n"(kBarrier) : "memory");
+}
+// The same; is x true in any of its threads?
+template <int kBarrier>
+__device__ __forceinline__ bool sync_group_or(bool x) {
+  int any;
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %1, 0;\n\tbar.red.or.pred p, %2, 128, p;\n\tselp.s32 %0, 1, 0, "
+      "p;\n\t}"
+      : "=r"(any)
+      : "r"(static_cast<int>(x)), "n"(kBarrier)
+      : "memory");
+  return any != 0;
+}
+
 // ---- shared memory by address ----
 
 // A pointer's base would be worked out again at every use, from a special register: too slow between two barriers.
