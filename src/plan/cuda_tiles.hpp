@@ -329,7 +329,7 @@ inline const WgmmaTile* choose_wgmma_tile(int d_v, int64_t requests, int64_t row
                   tiles = ceil_div<int64_t>(keys, WgmmaTile::kKeys);
     const int64_t work = pairs * (tiles * policy.load_cost + policy.pair_cost) / num_sms;
     const int64_t least = policy.load_cost + policy.pair_cost;
-    const int64_t cost = (work > least ? work : least) + t.rows;
+    const int64_t cost = (work > least ? work : least) + t.rows;  // narrower if they end together
     if (best == nullptr || cost < best_cost) {
       best = &t;
       best_cost = cost;

@@ -54,7 +54,7 @@ struct RequestCost {
   int64_t full_unit = 0;    // cost of a unit of a full row tile
   int64_t last_unit = 0;    // of the last row tile, which may be narrower
   int64_t offset = 0;       // cost of a pair before its first unit
-  int64_t pair_length = 0;  // of the line, of all pairs: 0: what they cost
+  int64_t pair_length = 0;  // that every pair of the batch takes on the line; 0: what it costs
   TREEMLA_HD int64_t unit_cost(int row_tile) const {
     return row_tile + 1 < row_tiles ? full_unit : last_unit;
   }

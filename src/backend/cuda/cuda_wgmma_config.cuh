@@ -30,8 +30,7 @@ struct Config {
   static constexpr int kQAt = kTile.q_at(), kWeightsAt = kTile.weights_at();
   static constexpr int kFactorsAt = kTile.factors_at(), kTopsAt = kFactorsAt + 4 * kRows,
                        kRaisedAt = kTopsAt + 4 * kRows;
-  // Barriers: a chunk of a tile is there; its place is free; so for its rope columns; queries are there; may be replaced; weights are there; may be
-  // replaced.
+  // Barriers: full, what is to be read is there; empty, it has been, and its place is free. Of chunks, rope columns, queries, weights.
   static constexpr int kFullAt = kTile.barriers_at();
   static constexpr int kRopeFullAt = kFullAt + 8 * kStages * kChunks;
   static constexpr int kEmptyAt = kRopeFullAt + 8 * kRopeStages;
