@@ -278,6 +278,8 @@ struct WgmmaTile {
   // Hundredths of a microsecond that a key tile takes on an SM of the H200.
   int tile_cost = 0;
 
+  // Narrow tiles leave little to merge, and start sooner without what clusters need.
+  constexpr bool can_cluster() const { return rows >= 64; }
   constexpr int panels() const { return d_v / kPanelColumns; }
   constexpr int chunks() const { return panels() / kChunkPanels; }
   constexpr int q_at() const { return (stages * panels() + rope_stages) * kPanelBytes; }
@@ -285,7 +287,7 @@ struct WgmmaTile {
   // A factor and a maximum a row, a mark, barriers.
   constexpr int factors_at() const { return weights_at() + rows * 128; }
   constexpr int barriers_at() const { return factors_at() + 8 * rows + 16; }
-  constexpr int num_barriers() const { return 2 * (stages * chunks() + rope_stages) + 4; }
+  constexpr int num_barriers() const { return 2 * (stages * chunks() + rope_stages) + 9; }
   constexpr int smem_bytes() const { return barriers_at() + 8 * num_barriers(); }
 
   // In hundredths of a microsecond on the H200.
@@ -296,17 +298,18 @@ struct WgmmaTile {
     t.keys_per_tile = kKeys;
     t.row_cost = 0;
     t.load_cost = tile_cost;
-    t.pair_cost = 600;
+    t.pair_cost = 300 + 9 * rows;
     t.merge_cost = 300;
-    t.piece_cost = 13;
+    t.piece_cost = ceil_div(rows, 18);
+    t.cluster_cost = 500;
     return t;
   }
 };
 
 // The compiled instances. Widest rows first: they make the most of each loaded key.
 inline constexpr WgmmaTile kWgmmaTiles[] = {
-    {512, 72, 2, 1, 250},  // 8 heads x 9 nodes
-    {512, 64, 2, 2, 205}, {512, 32, 2, 2, 205},
+    {512, 72, 2, 1, 240},  // 8 heads x 9 nodes
+    {512, 64, 2, 2, 215}, {512, 32, 2, 2, 205},
     {512, 16, 3, 1, 195}, {512, 8, 3, 3, 195},  // a decoded token of a TP8 rank
     {256, 64, 4, 4, 120}, {256, 16, 5, 5, 120},
 };
@@ -317,24 +320,36 @@ constexpr WgmmaTile find_wgmma_tile(int d_v, int rows) {
   return {};
 }
 
-// The tile that should end first for `requests` requests of about `rows` (node, head) rows and at most `keys` keys.
-inline const WgmmaTile* choose_wgmma_tile(int d_v, int64_t requests, int64_t rows, int64_t keys,
-                                          int num_sms) {
-  const WgmmaTile* best = nullptr;
+// A tile, and how many CTAs work as one: they share out the keys of a row tile and merge what they have in each other's shared memory.
+struct WgmmaChoice {
+  const WgmmaTile* tile = nullptr;
+  int cluster = 1;
+};
+
+// What should end first for `requests` requests of about `rows` (node, head) rows and at most `keys` keys; null for a d_v without tiles.
+// Two CTAs a worker only where each pair of a row tile and its keys then has a worker of its own: nothing is left to merge by way of memory.
+inline WgmmaChoice choose_wgmma(int d_v, int64_t requests, int64_t rows, int64_t keys, int num_sms) {
+  WgmmaChoice best;
   int64_t best_cost = 0;
-  for (const WgmmaTile& t : kWgmmaTiles) {
-    if (t.d_v != d_v) continue;
-    const TilePolicy policy = t.policy();
-    const int64_t pairs = requests * ceil_div<int64_t>(rows, t.rows),
-                  tiles = ceil_div<int64_t>(keys, WgmmaTile::kKeys);
-    const int64_t work = pairs * (tiles * policy.load_cost + policy.pair_cost) / num_sms;
-    const int64_t least = policy.load_cost + policy.pair_cost;
-    const int64_t cost = (work > least ? work : least) + t.rows;  // narrower if they end together
-    if (best == nullptr || cost < best_cost) {
-      best = &t;
-      best_cost = cost;
+  for (const WgmmaTile& t : kWgmmaTiles)
+    for (const int cluster : {1, 2}) {
+      if (t.d_v != d_v) continue;
+      const TilePolicy policy = clustered(t.policy(), cluster);
+      const int64_t pairs = requests * ceil_div<int64_t>(rows, t.rows),
+                    units = ceil_div<int64_t>(keys, policy.keys_per_tile),
+                    pair = units * policy.load_cost + policy.pair_cost,
+                    workers = num_sms >= cluster ? num_sms / cluster : 1;
+      if (cluster > 1 && (!t.can_cluster() || pairs > workers)) continue;
+      const int64_t whole = ceil_div<int64_t>(pairs, workers) * pair, share = pairs * pair / workers,
+                    payload = share > policy.load_cost ? share : policy.load_cost,
+                    cut = cut_cost(policy, pairs * pair, payload);
+      const int64_t cost =
+          (whole < cut || cluster > 1 ? whole : cut) + t.rows;  // narrower if they end together
+      if (best.tile == nullptr || cost < best_cost) {
+        best = {&t, cluster};
+        best_cost = cost;
+      }
     }
-  }
   return best;
 }
 

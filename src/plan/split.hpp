@@ -35,7 +35,15 @@ struct TilePolicy {
   int pair_cost = 0;  // cost of beginning and ending a row tile in a worker: q load, output or partial write
   // Cost of merging, and of each piece more; 0: not known, pairs are cut wherever that balances.
   int merge_cost = 0, piece_cost = 0;
+  int cluster_cost = 0;  // of merging within a worker of several CTAs
 };
+
+// The policy of a worker of so many CTAs, which share out the keys of each tile that they are given, and merge.
+constexpr TilePolicy clustered(TilePolicy tile, int ctas) {
+  tile.keys_per_tile *= ctas;
+  if (ctas > 1) tile.pair_cost += tile.cluster_cost;
+  return tile;
+}
 
 struct SplitParams {
   TilePolicy tile;
@@ -107,14 +115,20 @@ TREEMLA_HD inline int64_t worker_payload(const SplitParams& p, int64_t total, in
   return payload < unit ? unit : payload;
 }
 
+// When the last of the workers is done that a line of that length is cut among, in pieces of `payload`. Row tiles of the same keys then are
+// at different ones at a time, which caches like less.
+TREEMLA_HD inline int64_t cut_cost(const TilePolicy& t, int64_t total, int64_t payload) {
+  return payload + payload / 16 + t.pair_cost + t.merge_cost +
+         ceil_div<int64_t>(total, payload) * t.piece_cost;
+}
+
 // Length on the line that lets every worker have whole pairs, if that ends sooner than cutting them: else 0. Of a batch of `pairs` pairs
 // that cost `total`, and the costliest `largest`.
 TREEMLA_HD inline int64_t whole_pair_length(const SplitParams& p, int64_t total, int64_t pairs,
                                             int64_t largest) {
   if (p.fixed_tiles > 0 || p.tile.merge_cost == 0 || pairs == 0) return 0;
   const int64_t payload = worker_payload(p, total), whole = ceil_div<int64_t>(pairs, p.num_workers) * largest;
-  const int64_t cut = payload + p.tile.merge_cost + ceil_div<int64_t>(total, payload) * p.tile.piece_cost;
-  return whole <= cut ? largest : 0;
+  return whole <= cut_cost(p.tile, total, payload) ? largest : 0;
 }
 
 struct UnitRange {

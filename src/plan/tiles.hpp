@@ -13,11 +13,12 @@ namespace treemla {
 // A kernel as the plan sees it: its tile and its footprint.
 struct KernelModel {
   std::string backend;  // "cpu_simd", ...
-  TilePolicy tile;
+  TilePolicy tile;      // of a block
   int threads_per_block = 1;
   int regs_per_thread = 0;  // 0 on a CPU
   int smem_per_block_bytes = 0;
   bool tensor_cores = false;
+  int cluster = 1;  // blocks of a worker, unless bits must not depend on the batch: see clustered()
 };
 
 // The tile of cpu_simd for batches whose largest q_len * h_q is `rows`.

@@ -93,9 +93,10 @@ Suite& random_suite() {
   return suite;
 }
 
+struct Serving;
 class CudaBackends : public testing::TestWithParam<std::string> {
  protected:
-  void replay_one_graph(DType dtype);
+  void replay_one_graph(Serving s, int sets, DType out_dtype);
   void run_suite(Suite& suite) {
     int run = 0, refused = 0;
     for (std::size_t i = 0; i < suite.params.size(); ++i) {
@@ -333,13 +334,14 @@ TEST(DevicePlan, EqualsTheHostPlanItemByItem) {
 // A batch with room for any lengths: fixed total_q, b and block table; lengths drawn anew each time.
 struct Serving {
   static constexpr int kRequests = 6, kTotalQ = 60, kStride = 700, kPool = 4096;
-  MlaShape shape{5, 512, 64};
+  MlaShape shape;
   DType dtype;
   std::vector<unsigned char> q, kv;
   std::vector<int32_t> q_indptr = std::vector<int32_t>(kRequests + 1),
                        kv_len = std::vector<int32_t>(kRequests), parents, entries;
 
-  Serving(uint64_t seed, DType type) : dtype(type), entries(kRequests * kStride, 2147480000) {
+  Serving(uint64_t seed, DType type, int h_q = 5)
+      : shape{h_q, 512, 64}, dtype(type), entries(kRequests * kStride, 2147480000) {
     q.resize(static_cast<std::size_t>(kTotalQ) * shape.h_q * shape.d_qk() * dtype_bytes(query_dtype(dtype)));
     for (int64_t i = 0; i < int64_t{kTotalQ} * shape.h_q * shape.d_qk(); ++i)
       store_element(q.data(), query_dtype(dtype), i, counter_normal(seed, static_cast<uint64_t>(i)));
@@ -396,11 +398,23 @@ struct Serving {
 TEST_P(CudaBackends, OneGraphServesManyLengths) {
   for (const DType dtype : cache_dtypes(GetParam())) {
     SCOPED_TRACE(dtype_name(dtype));
-    replay_one_graph(dtype);
+    replay_one_graph(Serving(100, dtype), 50, DType::kF32);
   }
 }
-void CudaBackends::replay_one_graph(DType dtype) {
-  Serving s(100, dtype);
+// Sizes at which cuda_wgmma takes two CTAs a worker on a card of 132 SMs; other backends have 66 row tiles of 79 heads all the same.
+TEST_P(CudaBackends, OneGraphServesManyLengthsOfManyHeads) {
+  const DType dtype = native_dtype(GetParam());
+  const Serving s(100, dtype, 79);
+  if (GetParam() == "cuda_wgmma" && current_cuda_device().model.num_sms == 132) {
+    HostedProblem there(*find_backend(GetParam()), s.problem(Serving::kTotalQ));
+    Verifier verifier({.backend = GetParam()});
+    verifier.plan(there.problem());
+    EXPECT_NE(verifier.describe().find("66 workers of 2 blocks"), std::string::npos) << verifier.describe();
+  }
+  replay_one_graph(s, 4, dtype);
+}
+// With outputs of out_dtype.
+void CudaBackends::replay_one_graph(Serving s, int sets, DType out_dtype) {
   const Backend& backend = *find_backend(GetParam());
   const MemorySpace& space = cuda_memory();
   cudaStream_t stream = static_cast<cudaStream_t>(space.make_stream());
@@ -409,12 +423,13 @@ void CudaBackends::replay_one_graph(DType dtype) {
     HostedProblem there(backend, s.problem(Serving::kTotalQ));
     const std::size_t rows = static_cast<std::size_t>(Serving::kTotalQ) * s.shape.h_q;
     Floats out(rows * s.shape.d_v), lse(rows);
+    std::vector<unsigned char> raw_out(out.size() * dtype_bytes(out_dtype));
     const auto poison = [&] {
-      std::fill(out.begin(), out.end(), std::nanf(""));
+      std::fill(raw_out.begin(), raw_out.end(), 0xFF);  // NaN in every dtype
       std::fill(lse.begin(), lse.end(), std::nanf(""));
     };
     poison();
-    HostedOutput output(backend, there.problem(), {out.data(), DType::kF32, lse.data()});
+    HostedOutput output(backend, there.problem(), {raw_out.data(), out_dtype, lse.data()});
     Verifier verifier({.backend = GetParam(),
                        .batch_invariant = batch_invariant,
                        .split_keys = batch_invariant ? 128 : 0,
@@ -427,7 +442,7 @@ void CudaBackends::replay_one_graph(DType dtype) {
     verifier.run(there.problem(), output.output());
     check_cuda(cudaStreamEndCapture(stream, &graph), "capture");
     check_cuda(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
-    for (int set = 0; set < 50; ++set) {
+    for (int set = 0; set < sets; ++set) {
       s.draw(1000 + set);
       there.refresh(s.problem(Serving::kTotalQ), stream);
       poison();
@@ -435,6 +450,8 @@ void CudaBackends::replay_one_graph(DType dtype) {
       check_cuda(cudaGraphLaunch(exec, stream), "replay");
       output.fetch(stream);
       ASSERT_NO_THROW(verifier.check_device()) << "set " << set;
+      for (std::size_t i = 0; i < out.size(); ++i)
+        out[i] = load_element(raw_out.data(), out_dtype, static_cast<int64_t>(i));
 
       const int used = s.q_indptr.back();
       Floats expected(static_cast<std::size_t>(used) * s.shape.h_q * s.shape.d_v),

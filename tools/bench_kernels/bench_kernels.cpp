@@ -46,7 +46,20 @@ struct Options {
   std::vector<std::string> backends;  // beside the two of the table; with --grid: instead of them
   bool ladder = false, no_cold = false, grid = false;
   double seconds = 0.25;  // a measurement
+  std::string spread = "even";
 };
+
+// Prefixes of bs requests: all the same, or from 1 to the longest in equal steps or ratios.
+std::vector<int> spread_prefixes(const std::string& spread, int bs, int longest) {
+  std::vector<int> prefixes;
+  for (int r = 0; r < bs; ++r) {
+    const double t = bs > 1 ? 1.0 * r / (bs - 1) : 1;
+    prefixes.push_back(spread == "even"     ? longest
+                       : spread == "linear" ? static_cast<int>(std::lround(1 + t * (longest - 1)))
+                                            : static_cast<int>(std::lround(std::pow(longest, t))));
+  }
+  return prefixes;
+}
 
 constexpr double kSmScale = 0.1447;
 constexpr MlaShape kWidths{0, 512, 64};
@@ -58,27 +71,30 @@ struct Row {
   std::vector<int32_t> q_indptr, kv_len;
   std::vector<std::unique_ptr<Block>> blocks;
 
-  Row(const Options& o, int bs_, int q_len_, int h_q_, int prefix_, const void* pool, int64_t num_pages)
-      : bs(bs_), q_len(q_len_), h_q(h_q_), prefix(prefix_) {
+  Row(const Options& o, const std::vector<int>& prefixes, int q_len_, int h_q_, const void* pool,
+      int64_t num_pages)
+      : bs(static_cast<int>(prefixes.size())),
+        q_len(q_len_),
+        h_q(h_q_),
+        prefix(*std::max_element(prefixes.begin(), prefixes.end())) {
     VerifyProblem& p = problem;
     p.shape = kWidths;
     p.shape.h_q = h_q;
     p.b = bs;
     p.sm_scale = kSmScale;
     p.memory = Memory::kDevice;
-    const int64_t pages = (prefix + q_len + o.page_size - 1) / o.page_size;
     std::vector<int32_t> order(static_cast<std::size_t>(num_pages - 1)), indptr{0}, parents;
     std::iota(order.begin(), order.end(), 1);  // page 0 is nobody's
     std::shuffle(order.begin(), order.end(), std::mt19937_64(7));
     q_indptr.push_back(0);
     for (int r = 0; r < bs; ++r) {
       q_indptr.push_back(q_indptr.back() + q_len);
-      kv_len.push_back(prefix + q_len);
-      indptr.push_back(indptr.back() + static_cast<int32_t>(pages));
+      kv_len.push_back(prefixes[r] + q_len);
+      indptr.push_back(indptr.back() + (kv_len.back() + o.page_size - 1) / o.page_size);
       const auto tree = make_tree(TreeKind::kRandom, q_len, 11 + static_cast<uint64_t>(r));
       parents.insert(parents.end(), tree.begin(), tree.end());
     }
-    order.resize(static_cast<std::size_t>(pages * bs));
+    order.resize(static_cast<std::size_t>(indptr.back()));
     const auto place = [&](const auto& v) { return (blocks.push_back(Block::of(v)), blocks.back()->get()); };
     const DType dtype = parse_dtype(o.dtype);
     p.q.dtype = p.kv.dtype = dtype;
@@ -290,40 +306,48 @@ bool bench_grid(const Options& o, const Ceilings& c, Records& records, void* str
     const Block pool(static_cast<std::size_t>(count) * dtype_bytes(dtype));
     fill_normal(pool.get(), dtype, count, 1, 5, nullptr);
     cuda_memory().synchronize(nullptr);
+    const auto bench_row = [&](const std::vector<int>& prefixes, int q_len, int h_q) {
+      const Row row(o, prefixes, q_len, h_q, pool.get(), num_pages);
+      cuda_memory().synchronize(nullptr);
+      const Result reference = run(o, row, kReference, stream, false);
+      for (const std::string& name : backends) {
+        const Result r = run(o, row, name, stream);
+        std::string checked = "no";
+        if (r.not_run.empty() && reference.not_run.empty()) {
+          const Comparison cmp = compare(row.problem.shape, row.problem.q.total_q, r.out.data(),
+                                         reference.out.data(), r.lse.data(), reference.lse.data(),
+                                         dtype == DType::kF32   ? Precision::kF32
+                                         : dtype == DType::kF16 ? Precision::kF16
+                                                                : Precision::kBF16);
+          checked = cmp.ok ? "yes" : "FAIL";
+          failed |= !cmp.ok;
+          if (!cmp.ok)
+            fmt::print(stderr, "bench_kernels: {} against {}: {}\n", name, kReference, cmp.failure);
+        }
+        records.add(row, name, r, checked);
+        if (!r.not_run.empty()) {
+          fmt::print("{:>3} {:>5} {:>4} {:>6} {:>20} n/a: {}\n", row.bs, q_len, h_q, row.prefix, name,
+                     r.not_run);
+          continue;
+        }
+        const Work work = row.work();
+        const double timed = r.cold_s > 0 ? r.cold_s : r.warm_s;
+        fmt::print(
+            "{:>3} {:>5} {:>4} {:>6} {:>20} {:>10.1f} {:>10} {:>5.1f}% {:>8.3f} {:>7.1f}% {:>8.1f} {}\n",
+            row.bs, q_len, h_q, row.prefix, name, 1e6 * r.warm_s, us_text(r.cold_s), 100 * r.noise,
+            work.kv_bytes / timed / 1e12, 100 * work.bytes() / timed / c.read_bytes_per_s,
+            work.flops / timed / 1e12, checked);
+        std::fflush(stdout);
+      }
+    };
     for (const int bs : o.bs)
       for (const int q_len : o.q_len)
         for (const int h_q : o.h_q) {
-          const Row row(o, bs, q_len, h_q, prefix, pool.get(), num_pages);
-          cuda_memory().synchronize(nullptr);
-          const Result reference = run(o, row, kReference, stream, false);
-          for (const std::string& name : backends) {
-            const Result r = run(o, row, name, stream);
-            std::string checked = "no";
-            if (r.not_run.empty() && reference.not_run.empty()) {
-              const Comparison cmp = compare(row.problem.shape, row.problem.q.total_q, r.out.data(),
-                                             reference.out.data(), r.lse.data(), reference.lse.data(),
-                                             dtype == DType::kF32   ? Precision::kF32
-                                             : dtype == DType::kF16 ? Precision::kF16
-                                                                    : Precision::kBF16);
-              checked = cmp.ok ? "yes" : "FAIL";
-              failed |= !cmp.ok;
-              if (!cmp.ok)
-                fmt::print(stderr, "bench_kernels: {} against {}: {}\n", name, kReference, cmp.failure);
-            }
-            records.add(row, name, r, checked);
-            if (!r.not_run.empty()) {
-              fmt::print("{:>3} {:>5} {:>4} {:>6} {:>20} n/a: {}\n", bs, q_len, h_q, prefix, name, r.not_run);
-              continue;
-            }
-            const Work work = row.work();
-            const double timed = r.cold_s > 0 ? r.cold_s : r.warm_s;
-            fmt::print(
-                "{:>3} {:>5} {:>4} {:>6} {:>20} {:>10.1f} {:>10} {:>5.1f}% {:>8.3f} {:>7.1f}% {:>8.1f} {}\n",
-                bs, q_len, h_q, prefix, name, 1e6 * r.warm_s, us_text(r.cold_s), 100 * r.noise,
-                work.kv_bytes / timed / 1e12, 100 * work.bytes() / timed / c.read_bytes_per_s,
-                work.flops / timed / 1e12, checked);
-            std::fflush(stdout);
-          }
+          const std::vector<int> prefixes = spread_prefixes(o.spread, bs, prefix);
+          bench_row(prefixes, q_len, h_q);
+          if (o.spread == "even") continue;
+          const int64_t sum = std::accumulate(prefixes.begin(), prefixes.end(), int64_t{0});
+          bench_row(std::vector<int>(static_cast<std::size_t>(bs), static_cast<int>(sum / bs)), q_len, h_q);
         }
   }
   return failed;
@@ -386,7 +410,8 @@ int bench(const Options& o, const std::string& command) {
           fill_normal(pool->get(), dtype, count, 1, 5, nullptr);
           cuda_memory().synchronize(nullptr);
         }
-        const Row row(o, bs, q_len, o.h_q.front(), prefix, pool->get(), num_pages);
+        const Row row(o, std::vector<int>(static_cast<std::size_t>(bs), prefix), q_len, o.h_q.front(),
+                      pool->get(), num_pages);
         cuda_memory().synchronize(nullptr);
         std::vector<Result> results;
         for (const std::string& name : rungs) results.push_back(run(o, row, name, stream));
@@ -480,6 +505,11 @@ int main(int argc, char** argv) {
   app.add_flag("--ladder", o.ladder, "a column for every float32 rung");
   app.add_flag("--grid", o.grid,
                "b 1,8 x s_q 1,9,33 x h_q 8,16,64,128 in bf16, unless said otherwise, for --backend");
+  app.add_option("--spread", o.spread,
+                 "prefixes of a batch, with --grid: even; or from 1 to --prefix in steps (linear) or ratios "
+                 "(geometric), each followed by a row of as many tokens spread evenly")
+      ->check(CLI::IsMember({"even", "linear", "geometric"}))
+      ->capture_default_str();
   app.add_flag("--no-cold", o.no_cold, "leave out the runs with L2 flushed");
   app.add_option("--csv", o.csv, "write a record");
   app.add_option("--json", o.json, "write a record");

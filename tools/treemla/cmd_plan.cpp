@@ -148,8 +148,10 @@ KernelPlan plan_kernel(const PlanOptions& o, const DeviceModel& device, const Ba
     k.occupancy = occupancy(device, kernel);
     workers *= std::max(1, k.occupancy.blocks);
   }
+  const int cluster = o.batch_invariant ? 1 : kernel.cluster;
+  workers /= cluster;
   if (o.workers > 0) workers = static_cast<int>(o.workers);
-  k.params.tile = kernel.tile;
+  k.params.tile = clustered(kernel.tile, cluster);
   k.params.h_q = static_cast<int>(o.h_q);
   k.params.num_workers = workers;
   if (o.batch_invariant)

@@ -10,14 +10,17 @@
 //     eight     blockIdx.y: 128 columns     warp w: row w
 //     eight     warp w: row w, all columns
 //
-// Bound: memory; each partial is read once, (d_v + 1) * 4 B. A partial without weight is left out, never multiplied by zero: its
+// Bound: memory; each partial is read once, d_v numbers of 2 or 4 B and one of 4 a row. A partial without weight is left out, never multiplied by zero: its
 // numbers may be NaN or stale.
 
 #include <algorithm>
+#include <array>
+#include <type_traits>
 
 #include "backend/cuda/cuda_check.hpp"
 #include "backend/cuda/device_plan.hpp"
 #include "backend/cuda/device_properties.hpp"
+#include "backend/cuda/half_types.cuh"
 #include "backend/cuda/kernel_io.cuh"
 
 namespace treemla {
@@ -55,8 +58,21 @@ __device__ void store_columns(const KernelArgs& args, int64_t row, int first, co
   }
 }
 
-// kShared: warps of a block that share a row. kColumns: times 128 columns of a row that a warp has.
-template <int kShared, int kColumns>
+// Four consecutive numbers of a partial, as they lie in memory.
+template <class T>
+using Four = std::conditional_t<std::is_same_v<T, float>, float4, uint2>;
+template <class T>
+__device__ __forceinline__ float4 widen_four(const Four<T>& x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return x;
+  } else {
+    const float2 a = widen_two<T>(x.x), b = widen_two<T>(x.y);
+    return {a.x, a.y, b.x, b.y};
+  }
+}
+
+// kShared: warps of a block that share a row. kColumns: times 128 columns of a row that a warp has. T: of the partials.
+template <int kShared, int kColumns, class T>
 __global__ void __launch_bounds__(32 * kWarps, kShared > 1 ? 2 : 3)
     combine_kernel(const __grid_constant__ KernelArgs args) {
   __shared__ float4 accs[kShared > 1 ? kShared : 1][32];
@@ -82,16 +98,17 @@ __global__ void __launch_bounds__(32 * kWarps, kShared > 1 ? 2 : 3)
     // This warp's partials are numbers group, group + kShared, ...
     const int count = is_row ? m.slots.count : 0, n = (count - group + kShared - 1) / kShared;
     const auto slot = [&](int i) { return static_cast<int64_t>(m.slots.slot(group + kShared * i)); };
-    const float* from = args.partial_out + static_cast<int64_t>(in_tile) * args.d_v + first;
+    const T* from =
+        static_cast<const T*>(args.partial_out) + static_cast<int64_t>(in_tile) * args.d_v + first;
     constexpr int kInFlight = kColumns == 1 ? 8 : 2;
-    float4 part[kInFlight][kColumns];
+    Four<T> part[kInFlight][kColumns];
     const auto fetch = [&](int i) {
 #pragma unroll
       for (int k = 0; k < kInFlight; ++k)
 #pragma unroll
         for (int c = 0; c < kColumns; ++c)
           if (i + k < n && first + c * kWarpColumns < args.d_v)
-            part[k][c] = *reinterpret_cast<const float4*>(from + slot(i + k) * slot_size + c * kWarpColumns);
+            part[k][c] = *reinterpret_cast<const Four<T>*>(from + slot(i + k) * slot_size + c * kWarpColumns);
     };
     fetch(0);  // ahead of the weights, which would else be waited for first
     const float* lse = args.partial_lse + in_tile;
@@ -118,9 +135,11 @@ __global__ void __launch_bounds__(32 * kWarps, kShared > 1 ? 2 : 3)
         if (i + k >= n || w == 0) continue;
         sum += w;
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c)
-          acc[c] = make_float4(fmaf(w, part[k][c].x, acc[c].x), fmaf(w, part[k][c].y, acc[c].y),
-                               fmaf(w, part[k][c].z, acc[c].z), fmaf(w, part[k][c].w, acc[c].w));
+        for (int c = 0; c < kColumns; ++c) {
+          const float4 x = widen_four<T>(part[k][c]);
+          acc[c] = make_float4(fmaf(w, x.x, acc[c].x), fmaf(w, x.y, acc[c].y), fmaf(w, x.z, acc[c].z),
+                               fmaf(w, x.w, acc[c].w));
+        }
       }
     }
     if constexpr (kShared > 1) {
@@ -144,6 +163,18 @@ __global__ void __launch_bounds__(32 * kWarps, kShared > 1 ? 2 : 3)
   }
 }
 
+using CombineKernel = void (*)(KernelArgs);
+
+// In the order of launch_combine().
+template <class T>
+constexpr std::array<CombineKernel, 3> kKernels = {combine_kernel<1, 1, T>, combine_kernel<kWarps, 1, T>,
+                                                   combine_kernel<1, 4, T>};
+const std::array<CombineKernel, 3>& kernels_of(DType partials) {
+  return partials == DType::kF32   ? kKernels<float>
+         : partials == DType::kF16 ? kKernels<__half>
+                                   : kKernels<__nv_bfloat16>;
+}
+
 }  // namespace
 
 void launch_combine(const KernelArgs& args, cudaStream_t stream) {
@@ -161,13 +192,13 @@ void launch_combine(const KernelArgs& args, cudaStream_t stream) {
   // From here on a warp a row, or a quarter of one, fills the device. Warps share no row where bits must not depend on the batch: they add
   // up in another order.
   constexpr int64_t kSomeRows = 256, kManyRows = 2048;
-  auto* kernel = combine_kernel<1, 1>;
+  int form = 0;
   int rows_per_block = kWarps, columns = kWarpColumns;
   if (rows <= kSomeRows && args.plan.params.fixed_tiles == 0) {
-    kernel = combine_kernel<kWarps, 1>;
+    form = 1;
     rows_per_block = 1;
   } else if (rows >= kManyRows) {
-    kernel = combine_kernel<1, 4>;
+    form = 2;
     columns = 4 * kWarpColumns;
   }
   const int rounds = ceil_div(args.d_v, columns);
@@ -175,13 +206,15 @@ void launch_combine(const KernelArgs& args, cudaStream_t stream) {
   const int64_t most = std::max(1, 4 * current_cuda_device().model.num_sms / rounds);
   config.gridDim = dim3(static_cast<unsigned>(std::min(ceil_div<int64_t>(rows, rows_per_block), most)),
                         static_cast<unsigned>(rounds));
-  check_cuda(cudaLaunchKernelEx(&config, kernel, args), "launching combine_kernel");
+  check_cuda(cudaLaunchKernelEx(&config, kernels_of(args.partial_dtype)[form], args),
+             "launching combine_kernel");
 }
 
 void load_combine_kernel() {
   cudaFuncAttributes attributes;
-  for (auto* kernel : {combine_kernel<1, 1>, combine_kernel<1, 4>, combine_kernel<kWarps, 1>})
-    check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes of combine_kernel");
+  for (const DType t : {DType::kF32, DType::kBF16, DType::kF16})
+    for (const CombineKernel kernel : kernels_of(t))
+      check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes of combine_kernel");
 }
 
 }  // namespace treemla

@@ -54,6 +54,32 @@ T* at(void* workspace, std::size_t offset) {
   return reinterpret_cast<T*>(static_cast<char*>(workspace) + offset);
 }
 
+// How an instance is launched for so many workers.
+struct Launch {
+  cudaLaunchAttribute cluster = {};
+  cudaLaunchConfig_t config = {};
+  Launch(const CudaInstance& k, unsigned workers, cudaStream_t stream) {
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(k.cluster), 1, 1};
+    config.gridDim = dim3(workers * static_cast<unsigned>(k.cluster));
+    config.blockDim = dim3(static_cast<unsigned>(k.threads));
+    config.dynamicSmemBytes = static_cast<std::size_t>(k.smem_bytes);
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = k.cluster > 1 ? 1 : 0;
+  }
+  Launch(const Launch&) = delete;
+};
+
+// Clusters that the device holds at once.
+int max_clusters(const CudaInstance& k, const std::string& name) {
+  Launch launch(k, 1, nullptr);
+  int clusters = 0;
+  check_cuda(cudaOccupancyMaxActiveClusters(&clusters, k.function, &launch.config),
+             "cudaOccupancyMaxActiveClusters of " + name);
+  return std::max(1, clusters);
+}
+
 struct CudaPlan : BackendPlan {
   CudaInstance kernel;
   SplitParams params;
@@ -91,12 +117,13 @@ struct CudaPlan : BackendPlan {
                      kernel.label);
     if (!kernel.splits) return s + "grid         a block a (node, head) row, no split\n";
     s +=
-        fmt::format("tile         {} rows x {} keys\n", params.tile.rows_per_tile, params.tile.keys_per_tile);
+        fmt::format("tile         {} rows x {} keys\n", kernel.tile.rows_per_tile, kernel.tile.keys_per_tile);
     s += params.fixed_tiles > 0
              ? fmt::format("splits       every {} keys (batch-invariant), planned on the device\n",
                            params.fixed_tiles * params.tile.keys_per_tile)
-             : fmt::format("splits       balanced over {} workers, planned on the device\n",
-                           params.num_workers);
+             : fmt::format("splits       balanced over {} workers{}, planned on the device\n",
+                           params.num_workers,
+                           kernel.cluster > 1 ? fmt::format(" of {} blocks", kernel.cluster) : "");
     s += fmt::format("partials     {} slots; workspace {} bytes\n", num_slots, bytes);
     return s;
   }
@@ -203,6 +230,7 @@ std::unique_ptr<BackendPlan> CudaBackend::plan(const VerifyProblem& p, const Run
   auto plan = std::make_unique<CudaPlan>();
   plan->device = device.reason;
   plan->kernel = instance(p, device);
+  if (options.batch_invariant) plan->kernel.cluster = 1;
   const CudaInstance& k = plan->kernel;
 
   const std::string name(name_);
@@ -222,9 +250,11 @@ std::unique_ptr<BackendPlan> CudaBackend::plan(const VerifyProblem& p, const Run
   plan->max_kv_len = kv_len_bound(p);
   plan->words = bits_words(p);
   SplitParams& s = plan->params;
-  s.tile = k.tile;
+  s.tile = clustered(k.tile, k.cluster);
   s.h_q = p.shape.h_q;
-  s.num_workers = device.model.num_sms * (k.single_wave ? std::max(1, plan->blocks_per_sm) : 1);
+  s.num_workers = k.cluster > 1
+                      ? max_clusters(k, name_)
+                      : device.model.num_sms * (k.single_wave ? std::max(1, plan->blocks_per_sm) : 1);
   s.min_payload = k.min_payload;
   Layout layout;
   plan->header = layout.add(sizeof(DevicePlanHeader));
@@ -302,17 +332,16 @@ void CudaBackend::run(const BackendPlan& base, const VerifyProblem& p, const Ver
   a.out = o.out;
   a.out_dtype = o.out_dtype;
   a.lse = o.lse;
-  a.partial_out = at<float>(workspace, plan.partial_out);
+  a.partial_out = at<void>(workspace, plan.partial_out);
+  if (plan.kernel.narrow_partials && dtype_bytes(o.out_dtype) == 2) a.partial_dtype = p.q.dtype;
   a.partial_lse = at<float>(workspace, plan.partial_lse);
   a.smem_keys = plan.kernel.smem_keys;
   a.plan = plan.view(workspace);
 
   void* parameters[] = {&a};
   const unsigned grid = static_cast<unsigned>(plan.kernel.splits ? plan.params.num_workers : rows_of(p));
-  check_cuda(
-      cudaLaunchKernel(plan.kernel.function, dim3(grid), dim3(static_cast<unsigned>(plan.kernel.threads)),
-                       parameters, static_cast<std::size_t>(plan.kernel.smem_bytes), stream),
-      "launching " + name_);
+  Launch launch(plan.kernel, grid, stream);
+  check_cuda(cudaLaunchKernelExC(&launch.config, plan.kernel.function, parameters), "launching " + name_);
   if (plan.kernel.splits) launch_combine(a, stream);
 }
 

@@ -12,17 +12,21 @@
 
 namespace treemla {
 
-// A compiled kernel and how it is launched: `__global__ void f(const __grid_constant__ KernelArgs)`, a CTA a worker.
+// A compiled kernel and how it is launched: `__global__ void f(const __grid_constant__ KernelArgs)`, a worker is a cluster of
+// CTAs, which for most kernels is one.
 struct CudaInstance {
   const void* function = nullptr;
   int threads = 0;
   int64_t smem_bytes = 0;  // dynamic
-  TilePolicy tile;
+  // CTAs of a worker: see clustered(). Above 1 only on cards that have clusters; 1 where bits must not depend on the batch.
+  int cluster = 1;
+  TilePolicy tile;          // of a CTA
   int64_t min_payload = 0;  // least cost worth a worker of its own: see plan/split.hpp
   int smem_keys = 0;        // cuda_naive alone
   bool splits = true;       // false: a block a (node, head) row, which writes every row itself; no combine
   bool single_wave = true;  // num_workers = all CTAs that fit the device at once
-  const char* label = "";   // for describe(): what is special about this instance
+  bool narrow_partials = false;  // writes partials in the dtype of q if the output has 16 bits too
+  const char* label = "";        // for describe(): what is special about this instance
 };
 
 class CudaBackend : public Backend {

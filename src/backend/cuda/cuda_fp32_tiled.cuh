@@ -537,7 +537,9 @@ struct Worker {
     const int64_t first = (static_cast<int64_t>(item.q_begin) * args.h_q + item.row_begin) * C::kDv;
     const bool aligned = reinterpret_cast<int64_t>(args.out) % 16 == 0;
     if (item.partial >= 0)
-      write_rows(args.partial_out + static_cast<int64_t>(item.partial) * C::kRows * C::kDv, true);
+      write_rows(
+          static_cast<float*>(args.partial_out) + static_cast<int64_t>(item.partial) * C::kRows * C::kDv,
+          true);
     else if (args.out_dtype == DType::kF32)
       write_rows(static_cast<float*>(args.out) + first, aligned);
     else if (args.out_dtype == DType::kBF16)

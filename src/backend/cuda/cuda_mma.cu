@@ -116,6 +116,7 @@ class CudaMma : public CudaBackend {
     k.threads = MmaTile::kThreads;
     k.smem_bytes = tile->smem_bytes();
     k.tile = tile->policy();
+    k.narrow_partials = true;
     return k;
   }
 };

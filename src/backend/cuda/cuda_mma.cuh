@@ -772,28 +772,26 @@ struct Worker {
     }
   }
   template <class To>
-  __device__ __forceinline__ void write_narrow(To* to) const {
-    if (reinterpret_cast<uintptr_t>(args.out) % 8 == 0)
-      write_quads(to);
-    else
+  __device__ __forceinline__ void write_to(To* to) const {
+    if (reinterpret_cast<uintptr_t>(to) % 8 != 0)
       write_rows(to);
+    else if constexpr (std::is_same_v<To, float>)
+      write_pairs(to);
+    else
+      write_quads(to);
   }
   __device__ __forceinline__ void write() const {
     sync_own();  // the last tile's shrink is used
     if (kTiles >= 4 || quarter < kTiles) finish_rows(state, quarter);
     if (kTiles > 4 && quarter == 0) finish_rows(load_fifth(), 4);
     sync_own();
-    const int64_t first = (static_cast<int64_t>(item.q_begin) * args.h_q + item.row_begin) * C::kDv;
-    if (item.partial >= 0)
-      write_pairs(args.partial_out + static_cast<int64_t>(item.partial) * C::kRows * C::kDv);
-    else if (args.out_dtype == DType::kF32 && reinterpret_cast<uintptr_t>(args.out) % 8 == 0)
-      write_pairs(static_cast<float*>(args.out) + first);
-    else if (args.out_dtype == DType::kF32)
-      write_rows(static_cast<float*>(args.out) + first);
-    else if (args.out_dtype == DType::kBF16)
-      write_narrow(static_cast<__nv_bfloat16*>(args.out) + first);
+    const RowsPlace place = place_of_rows(args, item, C::kRows, C::kDv);
+    if (place.dtype == DType::kF32)
+      write_to(static_cast<float*>(place.to) + place.first);
+    else if (place.dtype == DType::kBF16)
+      write_to(static_cast<__nv_bfloat16*>(place.to) + place.first);
     else
-      write_narrow(static_cast<__half*>(args.out) + first);
+      write_to(static_cast<__half*>(place.to) + place.first);
   }
 
   // Rope columns that the cache lacks are zeros, which no copy touches: in this warp's rows.

@@ -30,11 +30,16 @@
 //     rope      [rope stages][64][128]                8,192     16,384     24,576
 //     queries   [d_v / 64 + 1][rows][128]            82,944     73,728      9,216
 //     weights   [rows][128]                           9,216      8,192      1,024     between tiles, and at the end: masks, maxima, sums
-//     factors, maxima, a mark, barriers                 768        720        352
-//                                                   232,192    230,096    231,776     sm_90: 232,448
+//     factors, maxima, a mark, barriers                 808        760        392
+//                                                   232,232    230,136    231,816     sm_90: 232,448
 //
 // Budget, 72 rows x 64 keys of d_v 512, in cycles of an SM of the H200: tensor cores 68 products of 36, 2,448; softmax about 500, in which
 // the other warpgroups have products; a tile's 73,728 bytes from memory 3,800. docs/PERFORMANCE.md has what it takes and why.
+//
+// A worker is a CTA, or where that ends sooner a cluster of two that share out the key tiles of each item. At its end each sends the other
+// its rows' maxima and sums, which go to the place of the rope columns while the last values are multiplied, and its sums of half of the
+// columns, which go to the place of the latents; each writes the half that it got. What would be partial results in memory, to be read
+// by another kernel, then are not.
 //
 // Masks: tiles inside the prefix know none. In the others hidden scores become -inf, keys past the end are zeros, and values that are
 // not finite are cleared, lest 0 * NaN reach a row that does not see them; whoever sees such a key has NaN among its weights.
@@ -77,13 +82,16 @@ class CudaWgmma : public CudaBackend {
 
   CudaInstance instance(const VerifyProblem& p, const CudaDevice& device) const override {
     const int64_t nodes = p.b > 0 ? ceil_div<int64_t>(p.q.total_q, p.b) : 0;
-    const WgmmaTile* tile = choose_wgmma_tile(p.shape.d_v, p.b, nodes * p.shape.h_q, kv_len_bound(p),
-                                              std::max(1, device.model.num_sms));
+    const WgmmaChoice choice = choose_wgmma(p.shape.d_v, p.b, nodes * p.shape.h_q, kv_len_bound(p),
+                                            std::max(1, device.model.num_sms));
     CudaInstance k;
-    k.function = p.q.dtype == DType::kBF16 ? wgmma_kernel_bf16(*tile) : wgmma_kernel_fp16(*tile);
+    k.function =
+        p.q.dtype == DType::kBF16 ? wgmma_kernel_bf16(*choice.tile) : wgmma_kernel_fp16(*choice.tile);
     k.threads = WgmmaTile::kThreads;
-    k.smem_bytes = tile->smem_bytes();
-    k.tile = tile->policy();
+    k.smem_bytes = choice.tile->smem_bytes();
+    k.cluster = choice.cluster;
+    k.tile = choice.tile->policy();
+    k.narrow_partials = choice.tile->rows >= 32;  // of few rows they are written faster wide
     return k;
   }
 };

@@ -47,6 +47,15 @@ struct SharedMap {
   __device__ __forceinline__ uint32_t weights_full() const { return base + C::kWeightsFullAt; }
   __device__ __forceinline__ uint32_t weights_empty() const { return base + C::kWeightsEmptyAt; }
 
+  // From the other CTA of a worker, when an item's keys are done with: maximum and sum of each row, and sums of values.
+  __device__ __forceinline__ uint32_t totals() const { return base + C::kRopeAt; }
+  __device__ __forceinline__ uint32_t parts() const { return base; }
+  __device__ __forceinline__ uint32_t totals_empty() const { return base + C::kTotalsEmptyAt; }
+  __device__ __forceinline__ uint32_t totals_full() const { return base + C::kTotalsFullAt; }
+  __device__ __forceinline__ uint32_t parts_free() const { return base + C::kPartsFreeAt; }
+  __device__ __forceinline__ uint32_t parts_full() const { return base + C::kPartsFullAt; }
+  __device__ __forceinline__ uint32_t parts_empty() const { return base + C::kPartsEmptyAt; }
+
   __device__ __forceinline__ void init_barriers() const {
     for (int i = 0; i < C::kStages * C::kChunks; ++i) {
       init_barrier(base + C::kFullAt + 8 * i, 128);
@@ -60,6 +69,11 @@ struct SharedMap {
     init_barrier(q_empty(), 4);
     init_barrier(weights_full(), 4);
     init_barrier(weights_empty(), 8);
+    init_barrier(totals_empty(), 1);
+    init_barrier(totals_full(), 1);
+    init_barrier(parts_free(), 1);
+    init_barrier(parts_full(), 8);
+    init_barrier(parts_empty(), 8);
   }
 };
 
@@ -69,6 +83,31 @@ __device__ __forceinline__ uint32_t opaque(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+
+// CTAs of a worker.
+template <class C>
+__device__ __forceinline__ int ctas() {
+  return C::kClusters ? cluster_size() : 1;
+}
+template <class C>
+__device__ __forceinline__ int worker() {
+  return static_cast<int>(blockIdx.x) >> (ctas<C>() - 1);
+}
+
+// What of an item's keys is this CTA's: of two that are one worker each has half of the tiles.
+template <class C>
+struct OwnKeys {
+  int begin, end;
+  __device__ __forceinline__ explicit OwnKeys(const CudaWorkItem& item)
+      : begin(item.key_begin), end(item.key_end) {
+    if (ctas<C>() == 1) return;
+    const int middle = begin + ceil_div(end - begin, C::kKeys) / 2 * C::kKeys;
+    if (cluster_rank() == 0)
+      end = middle;
+    else
+      begin = middle;
+  }
+};
 
 // The thread's number within its warpgroup, read again: for who would rather not keep it.
 __device__ __forceinline__ int thread_of_group() {
@@ -184,10 +223,15 @@ struct Copier {
     arrive_after_copies(map.q_full());
   }
   __device__ __forceinline__ void run() {
-    WorkList list(args.plan, static_cast<int>(blockIdx.x));
+    WorkList list(args.plan, worker<C>());
+    uint32_t parts_round = 1;
     while (const CudaWorkItem* item = list.next()) {
-      const int key_begin = item->key_begin, key_end = item->key_end;
+      const OwnKeys<C> keys(*item);
+      const int key_begin = keys.begin, key_end = keys.end;
       fetch_entries(*item, key_begin);
+      // The last item's parts lie where keys go.
+      if (ctas<C>() > 1) wait_barrier(map.parts_empty(), parts_round);
+      parts_round ^= 1;
 #pragma unroll 1
       for (int key = key_begin; key < key_end; key += C::kKeys) {
         find_rows(*item, key);
@@ -211,7 +255,8 @@ struct Scorer {
   const SharedMap<C>& map;
   Ring<C::kStages> ring;
   Ring<C::kRopeStages> rope_ring;
-  uint32_t rounds = 0;  // bit 0: parity of items, for queries; bit 1: of the uses of the weights' place
+  // Parities. Bit 0: of items with keys, for queries; 1: of the uses of the weights' place; 2: of items, for workers of two CTAs.
+  uint32_t rounds = 0;
   // Of rows 8 j + t + e, at 2 j + e: sum of the weights of this thread's keys. Its largest score, about, in base-2 logarithms, or more, lies
   // in shared memory.
   float sum[kOwnRows];
@@ -246,7 +291,7 @@ struct Scorer {
       wait_barrier(map.full(ring.stage, c + 1), ring.round);
       if (last) wait_barrier(map.rope_full(rope_ring.stage), rope_ring.round);
       fence_async_reads();
-      if (c == 0) begin_products();
+      begin_products();
 #pragma unroll
       for (int p = C::kChunkPanels * c; p < C::kChunkPanels * (c + kAtOnce); ++p)
         multiply_panel(s, map.panel(ring.stage, p), p);
@@ -402,6 +447,13 @@ struct Scorer {
     rounds ^= 2;
   }
 
+  // After the last products of an item: rope columns are done with.
+  __device__ __forceinline__ void announce_totals() const {
+    if (ctas<C>() == 1) return;
+    sync();
+    if (thread_of_group() == 0) arrive_remote(in_other_cta(map.totals_empty()));
+  }
+
   // Each row's lse, and as its factor what its sums are to be multiplied by.
   __device__ __forceinline__ void finish(const CudaWorkItem& item) {
     const int thread = thread_of_group(), lane = thread % 32, warp = thread / 32;
@@ -414,18 +466,43 @@ struct Scorer {
       if (lane < 4) store_shared(to + number(0, i) + 4 * C::kRows * warp, sum[i]);
     }
     sync();
-    const int row = thread, packed = item.row_begin + row;
-    if (row < C::kRows) {
-      const auto at = [&](int w) { return load_shared<float>(map.weights() + 4 * (w * C::kRows + row)); };
-      const float total = (at(0) + at(1)) + (at(2) + at(3));
-      const bool none = total == 0;
-      store_shared(map.factors() + 4 * row, none ? kNoKey : args.value_scale / total);
-      if (packed < item.row_end) {
-        const float lse =
-            none ? -INFINITY
-                 : (load_shared<float>(map.tops() + 4 * row) + log2f(total)) * 0.693147180559945309417f;
+    float total = 0, top = 0;
+    if (thread < C::kRows) {
+      const auto at = [&](int w) { return load_shared<float>(map.weights() + 4 * (w * C::kRows + thread)); };
+      total = (at(0) + at(1)) + (at(2) + at(3));
+      top = load_shared<float>(map.tops() + 4 * thread);
+    }
+    // With those of the other CTA, of a worker of two; and what a sum of this one counts in them.
+    float all = total, own = 1;
+    if (ctas<C>() > 1) {
+      const uint32_t round = rounds >> 2;
+      rounds ^= 4;
+      if (thread == 0) {
+        arrive_remote(in_other_cta(map.parts_free()));
+        arrive_and_expect(map.totals_full(), 8 * C::kRows);
+      }
+      wait_barrier(map.totals_empty(), round);
+      const uint32_t place = map.totals() + 8 * thread;
+      if (thread < C::kRows)
+        store_remote(in_other_cta(place), in_other_cta(map.totals_full()), float2{top, total});
+      wait_barrier(map.totals_full(), round);
+      if (thread < C::kRows) {
+        const float2 other = load_shared<float2>(place);
+        if (other.y != 0) {
+          const float raised = total == 0 ? other.x : fmaxf(top, other.x);
+          own = exp2_fast(top - raised);
+          all = total * own + other.y * exp2_fast(other.x - raised);
+          top = raised;
+        }
+      }
+    }
+    if (thread < C::kRows) {
+      store_shared(map.factors() + 4 * thread, total == 0 ? kNoKey : own * args.value_scale / all);
+      const int packed = item.row_begin + thread;
+      if (packed < item.row_end && (ctas<C>() == 1 || cluster_rank() == 0)) {
+        const float lse = all == 0 ? -INFINITY : (top + log2f(all)) * 0.693147180559945309417f;
         if (item.partial >= 0)
-          args.partial_lse[static_cast<int64_t>(item.partial) * C::kRows + row] = lse;
+          args.partial_lse[static_cast<int64_t>(item.partial) * C::kRows + thread] = lse;
         else if (args.lse)
           args.lse[static_cast<int64_t>(item.q_begin) * args.h_q + packed] = lse;
       }
@@ -439,15 +516,22 @@ struct Scorer {
     for (int i = 0; i < kOwnRows; ++i) sum[i] = 0;
     if (thread_of_group() < C::kRows) store_shared(map.tops() + 4 * thread_of_group(), -INFINITY);
     sync();
-    const int key_end = item.key_end;
-    int key = item.key_begin;
-    if (key < key_end) wait_queries();
+    const OwnKeys<C> keys(item);
+    const int key_end = keys.end;
+    int key = keys.begin;
+    if (key < key_end)
+      wait_queries();
+    else
+      announce_totals();
 #pragma unroll 1
     for (; key < key_end; key += C::kKeys) {
       float x[kSums];
       multiply_tile(x);
       arrive_warp(map.rope_empty(rope_ring.stage));
-      if (key + C::kKeys >= key_end) arrive_warp(map.q_empty());
+      if (key + C::kKeys >= key_end) {
+        arrive_warp(map.q_empty());
+        announce_totals();
+      }
 #pragma unroll
       for (int i = 0; i < kSums; ++i) x[i] *= scale();
       if (key + C::kKeys > min(item.prefix_len, key_end)) {
@@ -465,7 +549,7 @@ struct Scorer {
     finish(item);
   }
   __device__ __forceinline__ void run() {
-    WorkList list(args.plan, static_cast<int>(blockIdx.x));
+    WorkList list(args.plan, worker<C>());
     while (const CudaWorkItem* item = list.next()) score(*item);
   }
 };
@@ -480,18 +564,23 @@ struct Accumulator {
   const SharedMap<C>& map;
   int half;  // of the columns
   Ring<C::kStages> ring;
-  uint32_t weights_round = 0;
+  uint32_t weights_round =
+      0;  // parities. Bit 0: of uses of the weights' place; 1: of items, for workers of two CTAs
   float out[C::kOwnPanels][kSums];  // panels of 64 columns, of which a warp has 16
 
   __device__ __forceinline__ Accumulator(const KernelArgs& a, const SharedMap<C>& m, int h)
       : args(a), map(m), half(h) {}
 
   __device__ __forceinline__ void wait_weights() {
-    wait_barrier(map.weights_full(), weights_round);
+    wait_barrier(map.weights_full(), weights_round & 1);
     weights_round ^= 1;
   }
+  // Of this thread's rows.
+  __device__ __forceinline__ uint32_t own_factors() const {
+    return opaque(map.factors() + 8 * (thread_of_group() & 3));
+  }
   __device__ __forceinline__ void shrink() {
-    const uint32_t factors = map.factors() + 8 * (thread_of_group() & 3);
+    const uint32_t factors = own_factors();
 #pragma unroll
     for (int j = 0; j < C::kRowTiles; ++j) {
       const float2 by = load_shared<float2>(factors + 32 * j);
@@ -539,29 +628,89 @@ struct Accumulator {
     arrive_warp(map.weights_empty());
     ring.step();
   }
-  __device__ __forceinline__ void write(const CudaWorkItem& item) const {
+  // Sums of the first kPanels own panels, which are numbers first_panel on of the row's.
+  template <int kPanels, bool kFinished>
+  __device__ __forceinline__ void write(const CudaWorkItem& item, int first_panel) const {
     const int thread = thread_of_group(), lane = thread % 32, warp = thread / 32;
-    const FragmentWriter<C::kDv, C::kOwnPanels, 64, 256, C::kRowTiles> writer{out, map.factors(), lane,
-                                                                              item.row_end - item.row_begin};
-    const int column = 128 * half + 16 * warp;
-    const int64_t at = (static_cast<int64_t>(item.q_begin) * args.h_q + item.row_begin) * C::kDv + column;
-    if (item.partial >= 0)
-      writer.write(args.partial_out + static_cast<int64_t>(item.partial) * C::kRows * C::kDv + column);
-    else if (args.out_dtype == DType::kF32)
-      writer.write(static_cast<float*>(args.out) + at);
-    else if (args.out_dtype == DType::kBF16)
-      writer.write(static_cast<__nv_bfloat16*>(args.out) + at);
+    const FragmentWriter<C::kDv, kPanels, 64, 256, C::kRowTiles, kFinished> writer{
+        reinterpret_cast<const float(&)[kPanels][kSums]>(out), map.factors(), lane,
+        item.row_end - item.row_begin};
+    const int column = 256 * (first_panel / 2) + 128 * half + 64 * (first_panel % 2) + 16 * warp;
+    const RowsPlace place = place_of_rows(args, item, C::kRows, C::kDv);
+    if (place.dtype == DType::kF32)
+      writer.write(static_cast<float*>(place.to) + place.first + column);
+    else if (place.dtype == DType::kBF16)
+      writer.write(static_cast<__nv_bfloat16*>(place.to) + place.first + column);
     else
-      writer.write(static_cast<__half*>(args.out) + at);
+      writer.write(static_cast<__half*>(place.to) + place.first + column);
   }
+
+  // ---- merge: of two CTAs each gets the other's sums of its half of the panels, and writes those ----
+
+  static constexpr int kShare = C::kOwnPanels / 2;
+  // Where panel p of this thread's share is received: float4s of row tiles, 2,048 bytes apart.
+  __device__ __forceinline__ uint32_t part_at(int p) const {
+    return map.parts() + (half * kShare + p) * C::kRowTiles * 2048 + 16 * thread_of_group();
+  }
+  __device__ __forceinline__ void merge(const CudaWorkItem& item) {
+    const uint32_t round = weights_round >> 1;
+    weights_round ^= 2;
+    wait_barrier(map.parts_free(), round);
+    // The other's panels go to it: the last ones, if this is the first CTA.
+    const int rank = cluster_rank();
+#pragma unroll
+    for (int p = 0; p < kShare; ++p) {
+      const uint32_t to = in_other_cta(part_at(p)), factors = own_factors();
+#pragma unroll
+      for (int j = 0; j < C::kRowTiles; ++j) {
+        const float2 by = load_shared<float2>(factors + 32 * j);
+        float sent[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float &x = out[p][4 * j + i], &y = out[kShare + p][4 * j + i];
+          const float first = finished(x, i % 2 == 0 ? by.x : by.y),
+                      last = finished(y, i % 2 == 0 ? by.x : by.y);
+          sent[i] = rank == 0 ? last : first;
+          x = rank == 0 ? first : last;
+        }
+        store_remote(to + 2048 * j, {sent[0], sent[1], sent[2], sent[3]});
+      }
+    }
+    __syncwarp();
+    if ((thread_of_group() & 31) == 0) {
+      fence_cluster();
+      arrive_remote(in_other_cta(map.parts_full()));
+    }
+    wait_for_cluster(map.parts_full(), round);
+#pragma unroll
+    for (int p = 0; p < kShare; ++p)
+#pragma unroll
+      for (int j = 0; j < C::kRowTiles; ++j) {
+        const float4 part = load_shared<float4>(part_at(p) + 2048 * j);
+        out[p][4 * j] += part.x, out[p][4 * j + 1] += part.y;
+        out[p][4 * j + 2] += part.z, out[p][4 * j + 3] += part.w;
+      }
+    arrive_warp(map.parts_empty());
+    write<kShare, true>(item, rank * kShare);
+  }
+
   __device__ __forceinline__ void run() {
-    WorkList list(args.plan, static_cast<int>(blockIdx.x));
+    WorkList list(args.plan, worker<C>());
     while (const CudaWorkItem* item = list.next()) {
-      const int tiles = ceil_div(item->key_end - item->key_begin, C::kKeys);
+      const OwnKeys<C> keys(*item);
+      const int tiles = ceil_div(keys.end - keys.begin, C::kKeys);
+#pragma unroll
+      for (int p = 0; p < C::kOwnPanels; ++p)
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) out[p][i] = 0;
+      pin_out();
 #pragma unroll 1
       for (int i = 0; i < tiles; ++i) accumulate(i == 0);
       wait_weights();
-      write(*item);
+      if (ctas<C>() == 1)
+        write<C::kOwnPanels, false>(*item, 0);
+      else if constexpr (C::kClusters)
+        merge(*item);
       arrive_warp(map.weights_empty());
     }
   }
@@ -574,7 +723,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) wgmma_kernel(const __grid_cons
   const SharedMap<C> map{static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory))};
   if (threadIdx.x == 0) map.init_barriers();
   allow_dependent_launch();
-  __syncthreads();
+  if (ctas<C>() > 1)
+    sync_cluster();
+  else
+    __syncthreads();
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0),
             thread = static_cast<int>(threadIdx.x) % 128;
   if (group == 0) {

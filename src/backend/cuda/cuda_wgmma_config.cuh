@@ -18,6 +18,7 @@ struct Config {
   static constexpr int kPanels = kTile.panels(), kChunkPanels = WgmmaTile::kChunkPanels,
                        kChunks = kTile.chunks();
   static constexpr int kOwnChunks = kChunks / 2, kOwnPanels = kPanels / 2;  // of a warpgroup that accumulates
+  static constexpr bool kClusters = kTile.can_cluster();
   static constexpr int kStages = kTile.stages, kRopeStages = kTile.rope_stages;
 
   // Registers of a thread, by warpgroup: 512 altogether.
@@ -37,9 +38,13 @@ struct Config {
   static constexpr int kRopeEmptyAt = kEmptyAt + 8 * kStages * kChunks;
   static constexpr int kQFullAt = kRopeEmptyAt + 8 * kRopeStages, kQEmptyAt = kQFullAt + 8;
   static constexpr int kWeightsFullAt = kQEmptyAt + 8, kWeightsEmptyAt = kQEmptyAt + 16;
+  // Of clusters: the places of totals and of parts, free in every CTA; they are here; parts are read.
+  static constexpr int kTotalsEmptyAt = kWeightsEmptyAt + 8, kTotalsFullAt = kTotalsEmptyAt + 8,
+                       kPartsFreeAt = kTotalsEmptyAt + 16, kPartsFullAt = kTotalsEmptyAt + 24,
+                       kPartsEmptyAt = kTotalsEmptyAt + 32;
   static constexpr int kSmemBytes = kTile.smem_bytes();
   static_assert(kQAt % 1024 == 0 && kWeightsAt % 1024 == 0, "swizzled rows");
-  static_assert(kWeightsEmptyAt + 8 <= kSmemBytes && kSmemBytes <= 227 * 1024);
+  static_assert(kPartsEmptyAt + 8 <= kSmemBytes && kSmemBytes <= 227 * 1024);
 };
 
 // A weight may exceed 1 by this power of 2 before sums are rescaled to a new maximum: most maxima then cost nothing, and no digit of

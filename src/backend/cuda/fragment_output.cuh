@@ -16,8 +16,8 @@ constexpr float kNoKey = -1;
 __device__ __forceinline__ float finished(float sum, float by) { return by == kNoKey ? 0.0f : sum * by; }
 
 // kColumnTiles tiles by kRowTiles tiles of rows. Of two tiles the second is kStep columns after the first, and every two are kPairStep
-// columns after the two before. sums[c][4 * j + number]; factors: shared, a float a row.
-template <int kDv, int kColumnTiles, int kStep, int kPairStep, int kRowTiles>
+// columns after the two before. sums[c][4 * j + number]; factors: shared, a float a row, or unused if the sums are what is to be written.
+template <int kDv, int kColumnTiles, int kStep, int kPairStep, int kRowTiles, bool kFinished = false>
 struct FragmentWriter {
   const float (&sums)[kColumnTiles][4 * kRowTiles];
   uint32_t factors;
@@ -107,6 +107,7 @@ struct FragmentWriter {
  private:
   __device__ __forceinline__ static constexpr int column(int c) { return c / 2 * kPairStep + c % 2 * kStep; }
   __device__ __forceinline__ float2 factor(int j) const {
+    if (kFinished) return {1, 1};
     return load_shared<float2>(factors + 4 * (8 * j + 2 * (lane & 3)));
   }
 };

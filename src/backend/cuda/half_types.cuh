@@ -29,6 +29,15 @@ __device__ __forceinline__ uint32_t narrow_pair(float x0, float x1) {
   return reinterpret_cast<const uint32_t&>(y);
 }
 
+// The two as float32.
+template <class T>
+__device__ __forceinline__ float2 widen_two(uint32_t x) {
+  if constexpr (std::is_same_v<T, __half>)
+    return __half22float2(reinterpret_cast<const __half2&>(x));
+  else
+    return {__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000)};
+}
+
 // NaN and infinities among two numbers become zeros.
 template <class T>
 __device__ __forceinline__ void clear_nonfinite_pair(uint32_t& x) {

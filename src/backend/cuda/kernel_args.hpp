@@ -141,8 +141,9 @@ struct KernelArgs {
   void* out = nullptr;    // [total_q, h_q, d_v]
   DType out_dtype = DType::kF32;
   float* lse = nullptr;          // [total_q, h_q], or null
-  float* partial_out = nullptr;  // [num_slots, rows_per_tile, d_v], normalised
+  void* partial_out = nullptr;   // [num_slots, rows_per_tile, d_v], normalised
   float* partial_lse = nullptr;  // [num_slots, rows_per_tile]
+  DType partial_dtype = DType::kF32;
   int smem_keys = 0;             // cuda_naive: keys its shared memory has room for
   DevicePlanView plan;
 };

@@ -43,6 +43,59 @@ __device__ __forceinline__ void pin(float (&x)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
+// ---- clusters: CTAs that run at the same time and reach each other's shared memory ----
+
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ int cluster_size() {
+  int size;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+// Of all threads of all of its CTAs.
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.aligned;\n\tbarrier.cluster.wait.aligned;" ::: "memory");
+}
+// The same place in the shared memory of the other CTA of a cluster of two, for the functions below.
+__device__ __forceinline__ uint32_t in_other_cta(uint32_t shared) {
+  uint32_t remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared), "r"(cluster_rank() ^ 1));
+  return remote;
+}
+// Stores that a barrier of the same CTA counts in bytes: whoever waits for all of them there sees them.
+__device__ __forceinline__ void store_remote(uint32_t to, uint32_t barrier, const float2& x) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to),
+      "r"(__float_as_uint(x.x)), "r"(__float_as_uint(x.y)), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void store_remote(uint32_t to, const float4& x) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x.x), "f"(x.y), "f"(x.z),
+               "f"(x.w)
+               : "memory");
+}
+// What this thread wrote, or saw written, comes before its next arrival for who waits there for the cluster.
+__device__ __forceinline__ void fence_cluster() { asm volatile("fence.acq_rel.cluster;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_cluster(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n\t.reg .pred done;\n\tagain:\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, "
+      "[%0], "
+      "%1;\n\t@!done bra again;\n\t}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+// An arrival at a barrier of this CTA, whose phase then ends after so many bytes as well.
+__device__ __forceinline__ void arrive_and_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// At a barrier of any CTA. Says only that this thread has come so far: nothing that it wrote need be seen.
+__device__ __forceinline__ void arrive_remote(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // ---- operands ----
 
 // Rows of 128 bytes, 8 rows after one another in 1,024 (whose address is a multiple of that), the 16-byte chunk c of row r at place
