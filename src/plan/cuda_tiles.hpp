@@ -277,6 +277,7 @@ struct WgmmaTile {
   int rope_stages = 1;  // of rope columns, which are done with earlier
   // Hundredths of a microsecond that a key tile takes on an SM of the H200.
   int tile_cost = 0;
+  int fp8_tile_cost = 0;  // of an FP8 cache; 0: not compiled for these
 
   constexpr int panels() const { return d_v / kPanelColumns; }
   constexpr int chunks() const { return panels() / kChunkPanels; }
@@ -289,13 +290,13 @@ struct WgmmaTile {
   constexpr int smem_bytes() const { return barriers_at() + 8 * num_barriers(); }
 
   // In hundredths of a microsecond on the H200.
-  constexpr TilePolicy policy() const {
+  constexpr TilePolicy policy(bool is_fp8) const {
     TilePolicy t;
     t.rows_per_tile = rows;
     t.row_granularity = rows;  // narrow row tiles take as long as full ones
     t.keys_per_tile = kKeys;
     t.row_cost = 0;
-    t.load_cost = tile_cost;
+    t.load_cost = is_fp8 ? fp8_tile_cost : tile_cost;
     t.pair_cost = 600;
     t.merge_cost = 300;
     t.piece_cost = 13;
@@ -305,10 +306,11 @@ struct WgmmaTile {
 
 // The compiled instances. Widest rows first: they make the most of each loaded key.
 inline constexpr WgmmaTile kWgmmaTiles[] = {
-    {512, 72, 2, 1, 250},  // 8 heads x 9 nodes
-    {512, 64, 2, 2, 205}, {512, 32, 2, 2, 205},
-    {512, 16, 3, 1, 195}, {512, 8, 3, 3, 195},  // a decoded token of a TP8 rank
-    {256, 64, 4, 4, 120}, {256, 16, 5, 5, 120},
+    {512, 72, 2, 1, 250, 190},  // 8 heads x 9 nodes
+    {512, 64, 2, 2, 205, 205}, {512, 32, 2, 2, 205, 150},
+    {512, 16, 3, 1, 195, 0},  // of FP8 rows the next tile's rope columns would need a place before these are scored
+    {512, 8, 3, 3, 195, 130},  // a decoded token of a TP8 rank
+    {256, 64, 4, 4, 120, 120}, {256, 16, 5, 5, 120, 90},
 };
 
 constexpr WgmmaTile find_wgmma_tile(int d_v, int rows) {
@@ -318,13 +320,13 @@ constexpr WgmmaTile find_wgmma_tile(int d_v, int rows) {
 }
 
 // The tile that should end first for `requests` requests of about `rows` (node, head) rows and at most `keys` keys.
-inline const WgmmaTile* choose_wgmma_tile(int d_v, int64_t requests, int64_t rows, int64_t keys,
+inline const WgmmaTile* choose_wgmma_tile(int d_v, bool is_fp8, int64_t requests, int64_t rows, int64_t keys,
                                           int num_sms) {
   const WgmmaTile* best = nullptr;
   int64_t best_cost = 0;
   for (const WgmmaTile& t : kWgmmaTiles) {
-    if (t.d_v != d_v) continue;
-    const TilePolicy policy = t.policy();
+    const TilePolicy policy = t.policy(is_fp8);
+    if (t.d_v != d_v || policy.load_cost == 0) continue;
     const int64_t pairs = requests * ceil_div<int64_t>(rows, t.rows),
                   tiles = ceil_div<int64_t>(keys, WgmmaTile::kKeys);
     const int64_t work = pairs * (tiles * policy.load_cost + policy.pair_cost) / num_sms;

@@ -87,12 +87,13 @@ std::vector<KernelModel> kernel_models(const DeviceModel& device, const MlaShape
     if (registers > 0)
       add("cuda_fp32_tiled", tiled->policy(), Fp32Tile::kThreads, tiled->smem_bytes(), registers);
   }
-  if (device.arch == "sm_90a" && (kv_dtype == DType::kBF16 || kv_dtype == DType::kF16)) {
-    const WgmmaTile* wgmma = choose_wgmma_tile(shape.d_v, requests, rows, keys, device.num_sms);
+  if (device.arch == "sm_90a" && kv_dtype != DType::kF32 &&
+      (kv_dtype != DType::kF8E4M3Packed || shape.d_v == 512)) {
+    const WgmmaTile* wgmma = choose_wgmma_tile(shape.d_v, is_fp8(kv_dtype), requests, rows, keys, device.num_sms);
     const int registers =
         wgmma ? registers_of("cuda_wgmma " + std::to_string(wgmma->rows), device, shape, kv_dtype) : 0;
     if (registers > 0)
-      add("cuda_wgmma", wgmma->policy(), WgmmaTile::kThreads, wgmma->smem_bytes(), registers, true);
+      add("cuda_wgmma", wgmma->policy(is_fp8(kv_dtype)), WgmmaTile::kThreads, wgmma->smem_bytes(), registers, true);
   }
   const MmaTile* mma = nullptr;
   if (kv_dtype != DType::kF32 && (kv_dtype != DType::kF8E4M3Packed || shape.d_v == 512))

@@ -30,6 +30,8 @@ struct Config {
   static constexpr int kQAt = kTile.q_at(), kWeightsAt = kTile.weights_at();
   static constexpr int kFactorsAt = kTile.factors_at(), kTopsAt = kFactorsAt + 4 * kRows,
                        kRaisedAt = kTopsAt + 4 * kRows;
+  static constexpr bool kIsPacked = false;   // see cuda_wgmma_fp8.cuh
+  static constexpr int kFullArrivals = 128;  // of keys: a thread's when its copies have landed
   // Barriers: full, what is to be read is there; empty, it has been, and its place is free. Of chunks, rope columns, queries, weights.
   static constexpr int kFullAt = kTile.barriers_at();
   static constexpr int kRopeFullAt = kFullAt + 8 * kStages * kChunks;
