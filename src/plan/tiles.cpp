@@ -87,14 +87,15 @@ std::vector<KernelModel> kernel_models(const DeviceModel& device, const MlaShape
     if (registers > 0)
       add("cuda_fp32_tiled", tiled->policy(), Fp32Tile::kThreads, tiled->smem_bytes(), registers);
   }
-  if (device.arch == "sm_90a" && kv_dtype != DType::kF32 &&
-      (kv_dtype != DType::kF8E4M3Packed || shape.d_v == 512)) {
-    const WgmmaTile* wgmma = choose_wgmma_tile(shape.d_v, is_fp8(kv_dtype), requests, rows, keys, device.num_sms);
-    const int registers =
-        wgmma ? registers_of("cuda_wgmma " + std::to_string(wgmma->rows), device, shape, kv_dtype) : 0;
+  const auto add_wgmma = [&](bool if_preferred) {
+    if (device.arch != "sm_90a" || kv_dtype == DType::kF32) return;
+    const WgmmaTile* wgmma = choose_wgmma_tile(shape.d_v, kv_dtype, requests, rows, keys, device.num_sms);
+    if (!wgmma || prefers_wgmma(*wgmma, kv_dtype, keys) != if_preferred) return;
+    const int registers = registers_of("cuda_wgmma " + std::to_string(wgmma->rows), device, shape, kv_dtype);
     if (registers > 0)
-      add("cuda_wgmma", wgmma->policy(is_fp8(kv_dtype)), WgmmaTile::kThreads, wgmma->smem_bytes(), registers, true);
-  }
+      add("cuda_wgmma", wgmma->policy(kv_dtype), WgmmaTile::kThreads, wgmma->smem_bytes(), registers, true);
+  };
+  add_wgmma(true);
   const MmaTile* mma = nullptr;
   if (kv_dtype != DType::kF32 && (kv_dtype != DType::kF8E4M3Packed || shape.d_v == 512))
     mma = choose_mma_tile(shape.d_v, mma_cache(kv_dtype), requests, rows, keys, device.num_sms,
@@ -103,6 +104,7 @@ std::vector<KernelModel> kernel_models(const DeviceModel& device, const MlaShape
     const int registers = registers_of("cuda_mma " + std::to_string(mma->rows()), device, shape, kv_dtype);
     if (registers > 0) add("cuda_mma", mma->policy(), MmaTile::kThreads, mma->smem_bytes(), registers, true);
   }
+  add_wgmma(false);
   return models;
 }
 

@@ -96,9 +96,10 @@ __device__ __forceinline__ uint32_t fetch_entry(const KernelArgs& args, int64_t 
 __device__ __forceinline__ uint32_t row_of_entry(const KernelArgs& args, const CudaWorkItem& item,
                                                  int64_t page_base, int key, uint32_t low) {
   const int size = args.pages.page_size.divisor, page = args.pages.page_size.quotient(key);
-  const int32_t high = args.pages.is_int64 ? __ldg(static_cast<const int32_t*>(args.pages.entries) +
-                                                   2 * entry_index(args, page_base, key) + 1)
-                                           : static_cast<int32_t>(low) >> 31;
+  const int32_t high =
+      args.pages.is_int64
+          ? __ldg(static_cast<const int32_t*>(args.pages.entries) + 2 * entry_index(args, page_base, key) + 1)
+          : static_cast<int32_t>(low) >> 31;
   uint64_t entry = static_cast<uint64_t>(static_cast<uint32_t>(high)) << 32 | low;
   if (entry >= static_cast<uint64_t>(args.pages.num_pages)) {
     report_fault(args.plan, DeviceFault::kPageEntry, item.request, page);
@@ -224,7 +225,7 @@ struct PackedScales {
   __device__ __forceinline__ void fetch(const KernelArgs& args, const CudaWorkItem& item, int tile_key) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      if (key_of(tile_key, i) < item.key_end) 
+      if (key_of(tile_key, i) < item.key_end)
         entries[i] = fetch_entry(args, item.page_base, key_of(tile_key, i));
   }
   // Of the tile whose entries were fetched; of the next one entries are.

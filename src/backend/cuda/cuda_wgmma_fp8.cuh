@@ -1,11 +1,12 @@
 // cuda_wgmma for FP8 caches: who copies also widens, and everyone else finds 16-bit keys.
 //
-// 16 bytes of a row, 16 latents, are copied to the first of the two places of 16 bytes that they will fill once they are widened. The
-// thread that copied them does that when its own copies have landed: no barrier in between. Four threads have a row, 16 bytes of each
-// of its panels, so that 8 lanes, two rows, meet 8 different groups of banks:
+// 128 latents of a row, a chunk, are 128 bytes, which eight threads copy to the row's place in the first of the two panels that the chunk
+// will fill. Each reads its 16 bytes again when its own copies have landed, waits for the others of the warp to have read theirs, and
+// stores 32 bytes: no barrier in between. Raw bytes must lie without gaps: 16 in every 32 took 8 times as long to be written, and twice
+// the reads of L2.
 //
-//     raw       | 0       | 1       | 2       | 3       |    thread t of the four copies 16 of 64 bytes
-//     widened   | 0    0  | 1    1  | 2    2  | 3    3  |    128 bytes of a panel's row, swizzled
+//     raw       | 0 1 2 3 4 5 6 7 |                                   thread t copies 16 of 128 bytes
+//     widened   | 0 0 1 1 2 2 3 3 |    | 4 4 5 5 6 6 7 7 |            rows of two panels, swizzled
 //
 //     issue     | tile i, chunk by chunk as places come free |                  | tile i + 1
 //     widen                                                  | tile i - kLag    |
@@ -35,8 +36,11 @@ template <class T, int kTileDv, int kTileRows, bool kPacked>
 struct Fp8Config : Config<T, kTileDv, kTileRows> {
   static constexpr bool kIsPacked = kPacked;
   static constexpr int kFullArrivals = 4;  // of keys: a warp's when it has widened them
-  static constexpr int kCopyRegisters = kTileRows == 72 ? 48 : kTileRows > 16 ? 64 : 96,
-                       kValueRegisters = kTileRows == 72 ? 176 : kTileRows > 16 ? 160 : 144,
+  // Widening is bound by how much of it is under way at once.
+  static constexpr int kCopyRegisters = kTileRows == 72 ? 72 : 96,
+                       kValueRegisters = kTileRows == 72  ? 176
+                                         : kTileRows > 16 ? 160
+                                                          : 144,
                        kScoreRegisters = 512 - kCopyRegisters - 2 * kValueRegisters;
 };
 
@@ -51,8 +55,11 @@ struct Fp8Copier : Copier<C> {
   // Lane l has pool row l % 16 of the warp's, which is row l % 4 + 16 * (l % 16 / 4) after the warp's first, and what the page table says
   // of the next tile's.
   uint32_t pool_row, entry;
+  // With one place for rope columns, which is free only when the tile before is scored, they wait for it in registers.
+  static constexpr bool kRopeInRegisters = C::kRopeStages == 1 && !C::kIsPacked;
+  uint4 rope_raw[kKeyRows / 2];
   // Tiles under way when one is widened, and groups of copies of a tile: its chunks, its rope columns.
-  static constexpr int kLag = C::kStages - 2, kGroups = C::kChunks + 1;
+  static constexpr int kLag = C::kStages - 2, kGroups = C::kChunks + !kRopeInRegisters;
   static_assert(C::kRopeStages > kLag, "the rope columns of tile i take the place of a tile that is widened");
   // Where a packed row's scales and rope columns begin.
   static constexpr int kScalesAt = C::kDv, kRopeAt = C::kDv + (C::kIsPacked ? C::kDv / kPackedGroup * 4 : 0);
@@ -65,11 +72,12 @@ struct Fp8Copier : Copier<C> {
   };
   RowScales scales[kLag + 1];
 
-  // The work item, and what of it is needed too often to be read each time, as far as registers go.
+  // The work item, and what of it is needed too often to be read each time.
   struct Keys {
     const CudaWorkItem* item = nullptr;
     int64_t kept_page_base = 0;
     int end = 0;
+    // Read each time where registers are few.
     __device__ __forceinline__ int64_t page_base() const {
       return C::kRows == 72 ? item->page_base : kept_page_base;
     }
@@ -78,9 +86,13 @@ struct Fp8Copier : Copier<C> {
   __device__ __forceinline__ Fp8Copier(const KernelArgs& a, const SharedMap<C>& m, int thread)
       : Base(a, m, thread) {}
 
+  // first_row is 4 * warp + lane / 8, chunk lane % 8.
   __device__ __forceinline__ int own_key(int tile_key) const {
-    const int thread = thread_of_group();
-    return tile_key + thread / 32 * 4 + (thread & 3) + (thread & 12) * 4;
+    return tile_key + (first_row & ~3) + (chunk & 3) + 16 * ((first_row & 1) * 2 + (chunk >> 2));
+  }
+  __device__ __forceinline__ void arrive_warp(uint32_t barrier) const {
+    __syncwarp();
+    if (((first_row & 3) | chunk) == 0) arrive(barrier);
   }
   __device__ __forceinline__ void fetch_entries(const Keys& keys, int tile_key) {
     const int key = own_key(tile_key);
@@ -131,8 +143,8 @@ struct Fp8Copier : Copier<C> {
       for (int i = 0; i < kKeyRows; ++i) copy16(to + kRowsApart * i, rows[i] + 128 * c, 16 * i < num_keys);
       commit_copies();
     }
-    wait_barrier(map.rope_empty(rope_ring.stage), rope_ring.round ^ 1);
     const uint32_t rope = map.rope(rope_ring.stage);
+    if constexpr (!kRopeInRegisters) wait_barrier(map.rope_empty(rope_ring.stage), rope_ring.round ^ 1);
     if constexpr (C::kIsPacked) {
       const bool has_rope = 8 * chunk < args.d_rope;
 #pragma unroll
@@ -143,12 +155,16 @@ struct Fp8Copier : Copier<C> {
       const int quarter = chunk & 3, odd = chunk >> 2;
       const bool has_rope = 16 * quarter < args.d_rope;
 #pragma unroll
-      for (int i = 0; i < kKeyRows; i += 2)
-        copy16(rope + swizzled(first_row, quarter) + kRowsApart * (i + odd),
-               (odd ? rows[i + 1] - 64 : rows[i]) + (has_rope ? kRopeAt : 0),
-               has_rope && 16 * (i + odd) < num_keys);
+      for (int i = 0; i < kKeyRows; i += 2) {
+        const char* from = (odd ? rows[i + 1] - 64 : rows[i]) + (has_rope ? kRopeAt : 0);
+        const bool ok = has_rope && 16 * (i + odd) < num_keys;
+        if constexpr (kRopeInRegisters)
+          rope_raw[i / 2] = ok ? __ldg(reinterpret_cast<const uint4*>(from)) : uint4{0, 0, 0, 0};
+        else
+          copy16(rope + swizzled(first_row, quarter) + kRowsApart * (i + odd), from, ok);
+      }
     }
-    commit_copies();
+    if constexpr (!kRopeInRegisters) commit_copies();
     ring.step();
     rope_ring.step();
   }
@@ -171,7 +187,7 @@ struct Fp8Copier : Copier<C> {
     wait_copies<kLag * kGroups + kGroups - 1 - g>();
   }
   // Rows that are read at once, while those before are widened; by addresses that are constants apart.
-  static constexpr int kAtOnce = 2, kSteps = kKeyRows / kAtOnce;
+  static constexpr int kAtOnce = C::kRows == 72 ? 2 : 4, kSteps = kKeyRows / kAtOnce;
   struct Raw {
     uint4 of[kAtOnce];
   };
@@ -183,14 +199,13 @@ struct Fp8Copier : Copier<C> {
       raw.of[i] = load_shared<uint4>(from + step / kSteps * C::kChunkPanels * C::kPanelBytes +
                                      kRowsApart * (step % kSteps * kAtOnce + i));
   }
-  static constexpr bool kReadsAhead = C::kRows != 72 || std::is_same_v<T, __nv_bfloat16>;  // registers
   // The next tile's latents from a step on.
   template <int step>
   __device__ __forceinline__ void widen_from(const Raw& raw, int stage, uint32_t from, uint32_t first,
                                              uint32_t second) {
     constexpr int kChunk = step / kSteps, kNext = step + 1;
     Raw next;
-    if constexpr (kReadsAhead && kNext < kSteps * C::kChunks) read_raw<kNext>(next, from);
+    if constexpr (kNext < kSteps * C::kChunks) read_raw<kNext>(next, from);
     __syncwarp();  // all have read what is written over
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -198,7 +213,6 @@ struct Fp8Copier : Copier<C> {
       const int at = kAt + kRowsApart * (step % kSteps * kAtOnce + i);
       widen_raw(raw.of[i], first + at, second + at);
     }
-    if constexpr (!kReadsAhead && kNext < kSteps * C::kChunks) read_raw<kNext>(next, from);
     if constexpr (kNext % kSteps == 0) arrive_warp(map.full(stage, kChunk));
     if constexpr (kNext < kSteps * C::kChunks) widen_from<kNext>(next, stage, from, first, second);
   }
@@ -211,18 +225,22 @@ struct Fp8Copier : Copier<C> {
     Raw raw;
     read_raw<0>(raw, from);
     widen_from<0>(raw, stage, from, first, second);
-    wait_group<C::kChunks>();
+    if constexpr (kRopeInRegisters)
+      wait_barrier(map.rope_empty(rope_stage), before(rope_ring).round ^ 1);
+    else
+      wait_group<C::kChunks>();
     if constexpr (!C::kIsPacked) {
-      static_assert(kAtOnce == kKeyRows / 2);
       const uint32_t rope = map.rope(rope_stage) + kRowsApart * (chunk >> 2),
                      wide = opaque(rope + wide_place());
+      if constexpr (!kRopeInRegisters) {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        raw.of[i] = load_shared<uint4>(rope + swizzled(first_row, chunk & 3) + 2 * kRowsApart * i);
-      __syncwarp();
+        for (int i = 0; i < kKeyRows / 2; ++i)
+          rope_raw[i] = load_shared<uint4>(rope + swizzled(first_row, chunk & 3) + 2 * kRowsApart * i);
+        __syncwarp();
+      }
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        widen_raw(raw.of[i], wide + 2 * kRowsApart * i, (wide ^ 16) + 2 * kRowsApart * i);
+      for (int i = 0; i < kKeyRows / 2; ++i)
+        widen_raw(rope_raw[i], wide + 2 * kRowsApart * i, (wide ^ 16) + 2 * kRowsApart * i);
     }
     arrive_warp(map.rope_full(rope_stage));
     if constexpr (kLag > 0) widened.step(), widened_rope.step();
@@ -245,7 +263,7 @@ struct Fp8Copier : Copier<C> {
     clear_nonfinite_pair<T>(x.x), clear_nonfinite_pair<T>(x.y);
     clear_nonfinite_pair<T>(x.z), clear_nonfinite_pair<T>(x.w);
   }
-  static constexpr int kScaledAtOnce = C::kRows == 72 ? 1 : 2;  // registers
+  static constexpr int kScaledAtOnce = C::kRows == 72 ? 2 : 4;
   // The youngest widened tile, once it has been scored: of each thread what it has widened.
   __device__ __forceinline__ void scale(bool ended) {
     auto own = before(kLag == 0 ? ring : widened);
@@ -253,8 +271,7 @@ struct Fp8Copier : Copier<C> {
     if (kLag == 0 && !ended) own = before(own), own_rope = before(own_rope);  // one more is issued
     wait_barrier(map.rope_empty(own_rope.stage), own_rope.round);
     const RowScales& by = scales[kLag];
-    const uint32_t first =
-                       opaque(map.panel(own.stage, 0) + (chunk >> 2) * C::kPanelBytes + wide_place()),
+    const uint32_t first = opaque(map.panel(own.stage, 0) + (chunk >> 2) * C::kPanelBytes + wide_place()),
                    second = opaque(first ^ 16);
 #pragma unroll
     for (int c = 0; c < C::kChunks; ++c) {
@@ -307,7 +324,8 @@ struct Fp8Copier : Copier<C> {
           ended = keys.item == nullptr;
           if (ended) break;
           begins = true;
-          key = keys.item->key_begin, keys.end = keys.item->key_end, keys.kept_page_base = keys.item->page_base;
+          key = keys.item->key_begin, keys.end = keys.item->key_end,
+          keys.kept_page_base = keys.item->page_base;
           fetch_entries(keys, key);
         }
       }
@@ -356,7 +374,7 @@ const void* find_fp8_kernel(const WgmmaTile& tile) {
     return nullptr;
   } else {
     constexpr const WgmmaTile& kTile = kWgmmaTiles[i];
-    if constexpr (kTile.fp8_tile_cost == 0 || (kPacked && kTile.d_v != 512)) {
+    if constexpr (kTile.cost(kPacked ? DType::kF8E4M3Packed : DType::kF8E4M3) == 0) {
       return find_fp8_kernel<T, kPacked, i + 1>(tile);
     } else {
       if (tile.d_v != kTile.d_v || tile.rows != kTile.rows) return find_fp8_kernel<T, kPacked, i + 1>(tile);
