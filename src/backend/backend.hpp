@@ -62,6 +62,8 @@ class Backend {
   virtual Support available() const = 0;
   // Would it run this (already checked) problem?
   virtual Support supports(const VerifyProblem& problem) const = 0;
+  // No: one further down the list is faster at this problem, which it takes, and stands back for it when the best is asked for.
+  virtual bool prefers(const VerifyProblem&) const { return true; }
   virtual std::unique_ptr<BackendPlan> plan(const VerifyProblem& problem,
                                             const RunOptions& options) const = 0;
   // Once before run(), and again whenever lengths, page tables or mask of a device problem change: enqueues what the device

@@ -64,11 +64,14 @@ const Backend& choose_backend(const VerifyProblem& problem, const std::string& n
     return *find_backend(name);
   }
   std::string reasons;
+  const Backend* second_best = nullptr;
   for (const Backend* b : backends()) {
     const std::string reason = why_not(*b, problem);
-    if (reason.empty()) return *b;
-    reasons += fmt::format("{}{}: {}", reasons.empty() ? "" : "; ", b->name(), reason);
+    if (reason.empty() && b->prefers(problem)) return *b;
+    if (reason.empty() && !second_best) second_best = b;
+    if (!reason.empty()) reasons += fmt::format("{}{}: {}", reasons.empty() ? "" : "; ", b->name(), reason);
   }
+  if (second_best) return *second_best;
   throw Error(ErrorCode::kUnsupported, "backend", "no backend can run this: " + reasons);
 }
 

@@ -275,11 +275,17 @@ struct WgmmaTile {
   int rows = 0;
   int stages = 2;       // of latents
   int rope_stages = 1;  // of rope columns, which are done with earlier
-  // Hundredths of a microsecond that a key tile takes on an SM of the H200.
-  int tile_cost = 0;
+  // Hundredths of a microsecond that a key tile takes on an SM of the H200: of a 16-bit cache, of e4m3 with one scale, of packed rows. 0: not
+  // compiled for these.
+  int tile_cost = 0, e4m3_tile_cost = 0, packed_tile_cost = 0;
+  constexpr int cost(DType kv_dtype) const {
+    return kv_dtype == DType::kF8E4M3         ? e4m3_tile_cost
+           : kv_dtype == DType::kF8E4M3Packed ? packed_tile_cost
+                                              : tile_cost;
+  }
 
-  // Narrow tiles leave little to merge, and start sooner without what clusters need.
-  constexpr bool can_cluster() const { return rows >= 64; }
+  // Narrow tiles leave little to merge, and start sooner without what clusters need; FP8 rows leave no registers for it.
+  constexpr bool can_cluster(DType kv_dtype) const { return rows >= 64 && !is_fp8(kv_dtype); }
   constexpr int panels() const { return d_v / kPanelColumns; }
   constexpr int chunks() const { return panels() / kChunkPanels; }
   constexpr int q_at() const { return (stages * panels() + rope_stages) * kPanelBytes; }
@@ -291,13 +297,13 @@ struct WgmmaTile {
   constexpr int smem_bytes() const { return barriers_at() + 8 * num_barriers(); }
 
   // In hundredths of a microsecond on the H200.
-  constexpr TilePolicy policy() const {
+  constexpr TilePolicy policy(DType kv_dtype) const {
     TilePolicy t;
     t.rows_per_tile = rows;
     t.row_granularity = rows;  // narrow row tiles take as long as full ones
     t.keys_per_tile = kKeys;
     t.row_cost = 0;
-    t.load_cost = tile_cost;
+    t.load_cost = cost(kv_dtype);
     t.pair_cost = 300 + 9 * rows;
     t.merge_cost = 300;
     t.piece_cost = ceil_div(rows, 18);
@@ -308,10 +314,11 @@ struct WgmmaTile {
 
 // The compiled instances. Widest rows first: they make the most of each loaded key.
 inline constexpr WgmmaTile kWgmmaTiles[] = {
-    {512, 72, 2, 1, 240},  // 8 heads x 9 nodes
-    {512, 64, 2, 2, 215}, {512, 32, 2, 2, 205},
-    {512, 16, 3, 1, 195}, {512, 8, 3, 3, 195},  // a decoded token of a TP8 rank
-    {256, 64, 4, 4, 120}, {256, 16, 5, 5, 120},
+    {512, 72, 2, 1, 240, 300, 510},  // 8 heads x 9 nodes
+    {512, 64, 2, 2, 215, 260, 450}, {512, 32, 2, 2, 205, 250, 440},
+    {512, 16, 3, 1, 195},  // of FP8 rows the next tile's rope columns would need a place before these are scored
+    {512, 8, 3, 3, 195, 210, 430},  // a decoded token of a TP8 rank
+    {256, 64, 4, 4, 120, 150},      {256, 16, 5, 5, 120, 130},
 };
 
 constexpr WgmmaTile find_wgmma_tile(int d_v, int rows) {
@@ -328,18 +335,19 @@ struct WgmmaChoice {
 
 // What should end first for `requests` requests of about `rows` (node, head) rows and at most `keys` keys; null for a d_v without tiles.
 // Two CTAs a worker only where each pair of a row tile and its keys then has a worker of its own: nothing is left to merge by way of memory.
-inline WgmmaChoice choose_wgmma(int d_v, int64_t requests, int64_t rows, int64_t keys, int num_sms) {
+inline WgmmaChoice choose_wgmma(int d_v, DType kv_dtype, int64_t requests, int64_t rows, int64_t keys,
+                                int num_sms) {
   WgmmaChoice best;
   int64_t best_cost = 0;
   for (const WgmmaTile& t : kWgmmaTiles)
     for (const int cluster : {1, 2}) {
-      if (t.d_v != d_v) continue;
-      const TilePolicy policy = clustered(t.policy(), cluster);
+      const TilePolicy policy = clustered(t.policy(kv_dtype), cluster);
+      if (t.d_v != d_v || policy.load_cost == 0) continue;
       const int64_t pairs = requests * ceil_div<int64_t>(rows, t.rows),
                     units = ceil_div<int64_t>(keys, policy.keys_per_tile),
                     pair = units * policy.load_cost + policy.pair_cost,
                     workers = num_sms >= cluster ? num_sms / cluster : 1;
-      if (cluster > 1 && (!t.can_cluster() || pairs > workers)) continue;
+      if (cluster > 1 && (!t.can_cluster(kv_dtype) || pairs > workers)) continue;
       const int64_t whole = ceil_div<int64_t>(pairs, workers) * pair, share = pairs * pair / workers,
                     payload = share > policy.load_cost ? share : policy.load_cost,
                     cut = cut_cost(policy, pairs * pair, payload);
@@ -351,6 +359,14 @@ inline WgmmaChoice choose_wgmma(int d_v, int64_t requests, int64_t rows, int64_t
       }
     }
   return best;
+}
+
+// Is it faster than cuda_mma, as measured on the H200? It is wherever 16-bit caches are concerned; FP8 rows are widened by one warpgroup,
+// which few rows wait for, packed ones in few tiles as well.
+constexpr bool prefers_wgmma(const WgmmaTile& tile, DType kv_dtype, int64_t keys) {
+  if (kv_dtype == DType::kF8E4M3) return tile.rows > 8;
+  if (kv_dtype == DType::kF8E4M3Packed) return tile.rows > 32 && keys > 8192;
+  return true;
 }
 
 }  // namespace treemla

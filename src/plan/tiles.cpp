@@ -87,16 +87,18 @@ std::vector<KernelModel> kernel_models(const DeviceModel& device, const MlaShape
     if (registers > 0)
       add("cuda_fp32_tiled", tiled->policy(), Fp32Tile::kThreads, tiled->smem_bytes(), registers);
   }
-  if (device.arch == "sm_90a" && (kv_dtype == DType::kBF16 || kv_dtype == DType::kF16)) {
-    const WgmmaChoice wgmma = choose_wgmma(shape.d_v, requests, rows, keys, device.num_sms);
+  const auto add_wgmma = [&](bool if_preferred) {
+    if (device.arch != "sm_90a" || kv_dtype == DType::kF32) return;
+    const WgmmaChoice wgmma = choose_wgmma(shape.d_v, kv_dtype, requests, rows, keys, device.num_sms);
+    if (!wgmma.tile || prefers_wgmma(*wgmma.tile, kv_dtype, keys) != if_preferred) return;
     const int registers =
-        wgmma.tile ? registers_of("cuda_wgmma " + std::to_string(wgmma.tile->rows), device, shape, kv_dtype)
-                   : 0;
-    if (registers > 0) {
-      add("cuda_wgmma", wgmma.tile->policy(), WgmmaTile::kThreads, wgmma.tile->smem_bytes(), registers, true);
-      models.back().cluster = wgmma.cluster;
-    }
-  }
+        registers_of("cuda_wgmma " + std::to_string(wgmma.tile->rows), device, shape, kv_dtype);
+    if (registers == 0) return;
+    add("cuda_wgmma", wgmma.tile->policy(kv_dtype), WgmmaTile::kThreads, wgmma.tile->smem_bytes(), registers,
+        true);
+    models.back().cluster = wgmma.cluster;
+  };
+  add_wgmma(true);
   const MmaTile* mma = nullptr;
   if (kv_dtype != DType::kF32 && (kv_dtype != DType::kF8E4M3Packed || shape.d_v == 512))
     mma = choose_mma_tile(shape.d_v, mma_cache(kv_dtype), requests, rows, keys, device.num_sms,
@@ -105,6 +107,7 @@ std::vector<KernelModel> kernel_models(const DeviceModel& device, const MlaShape
     const int registers = registers_of("cuda_mma " + std::to_string(mma->rows()), device, shape, kv_dtype);
     if (registers > 0) add("cuda_mma", mma->policy(), MmaTile::kThreads, mma->smem_bytes(), registers, true);
   }
+  add_wgmma(false);
   return models;
 }
 

@@ -472,6 +472,34 @@ void CudaBackends::replay_one_graph(Serving s, int sets, DType out_dtype) {
   space.release_stream(stream);
 }
 
+// ---- packed rows ----
+
+// A group of zeros is often given a scale of 0; none may reach another group, nor any other row.
+TEST_P(CudaBackends, PackedScalesMayBeZeroOrFarApart) {
+  const DType dtype = DType::kF8E4M3Packed;
+  for (const int h_q : {1, 8, 5, 16}) {
+    Serving s(300 + h_q, dtype, h_q);
+    if (!why_unsupported_hosted(GetParam(), s.problem(s.q_indptr.back())).empty()) GTEST_SKIP();
+    std::mt19937_64 rng(7);
+    const std::size_t row_bytes = s.kv.size() / Serving::kPool;
+    for (int row = 0; row < Serving::kPool; ++row)
+      for (int g = 0; g < 4; ++g) {
+        float* scale = reinterpret_cast<float*>(s.kv.data() + row * row_bytes + s.shape.d_v) + g;
+        const auto kind = rng() % 6;
+        if (kind < 3) *scale = kind == 0 ? 0.0f : kind == 1 ? *scale * 1e-30f : *scale * 1e-6f;
+      }
+    const int used = s.q_indptr.back();
+    const std::size_t rows = static_cast<std::size_t>(used) * s.shape.h_q;
+    Floats out(rows * s.shape.d_v, std::nanf("")), lse(rows, std::nanf("")), expected(out.size()),
+        expected_lse(rows);
+    verify_hosted(s.problem(used), {out.data(), DType::kF32, lse.data()}, {.backend = GetParam()});
+    verify(s.problem(used), {expected.data(), DType::kF32, expected_lse.data()}, {.backend = "cpu_oracle"});
+    const Comparison c = compare(s.shape, used, out.data(), expected.data(), lse.data(), expected_lse.data(),
+                                 is_16_bit(GetParam()) ? Precision::kBF16 : Precision::kF32);
+    EXPECT_TRUE(c.ok) << "h_q " << h_q << ": " << c.failure;
+  }
+}
+
 // ---- batch invariance ----
 
 // Rows of a request of a generated case, alone.

@@ -3,8 +3,9 @@
 //
 //     S^T [64 keys, rows] = K Q^T      P = 2^(scale * S - m)      O^T [d_v, rows] = O^T * shrink + V^T P^T      V: the first d_v columns of K
 //
-// q, cache and weights bf16 or fp16; sums, and outputs on request, float32. d_v/d_rope 512/64, 512/0, 256/64, 256/32; any h_q, page
-// size, mask. Keys and shapes as everywhere: src/plan/split.hpp cuts the work, tiles begin at multiples of 64 keys.
+// q, cache and weights bf16 or fp16; FP8 caches are widened on their way (cuda_wgmma_fp8.cuh); sums, and outputs on request, float32.
+// d_v/d_rope 512/64, 512/0, 256/64, 256/32, packed rows with d_v 512; any h_q, page size, mask. Keys and shapes as everywhere:
+// src/plan/split.hpp cuts the work, tiles begin at multiples of 64 keys.
 //
 // Rows are the N of wgmma.m64nNk16, whose granularity is 8, and keys or columns its M: 72 rows, 8 heads x 9 nodes, leave no row idle.
 // Both products have the same keys in shared memory as their A: as they lie for the first, transposed for the second.
@@ -20,7 +21,8 @@
 //     score        | S(i + 1)            | softmax(i + 1) | S(i + 2)
 //     accumulate   | V(i)^T P(i)^T       |                | V(i + 1)^T P(i + 1)^T
 //
-// They share out an SM's registers: 64 a thread for copying, 128 for scores, 160 for outputs; at 72 rows 48, 112, 176.
+// They share out an SM's registers: 64 a thread for copying, 128 for scores, 160 for outputs; at 72 rows 48, 112, 176. With FP8 caches
+// 96, 96, 160; at 72 rows 72, 88, 176; at 16 and fewer 96, 128, 144.
 //
 // Keys lie in panels of 64 columns, 64 rows of 128 bytes each, swizzled; two panels, a chunk, are handed over at once, so that the places of
 // tile i are filled again while tile i + 1 is at work. Rope columns are done with after the scores and have places of their own.
@@ -58,9 +60,31 @@
 namespace treemla {
 namespace {
 
+// Compiled in four files, which takes a compiler long enough each.
+const void* find_kernel(const WgmmaTile& tile, DType q_dtype, DType kv_dtype) {
+  const bool is_bf16 = q_dtype == DType::kBF16;
+  switch (kv_dtype) {
+    case DType::kF8E4M3:
+      return wgmma_kernel_e4m3(tile, is_bf16);
+    case DType::kF8E4M3Packed:
+      return wgmma_kernel_packed(tile);
+    default:
+      return is_bf16 ? wgmma_kernel_bf16(tile) : wgmma_kernel_fp16(tile);
+  }
+}
+
+WgmmaChoice choose(const VerifyProblem& p, const CudaDevice& device) {
+  const int64_t nodes = p.b > 0 ? ceil_div<int64_t>(p.q.total_q, p.b) : 0;
+  return choose_wgmma(p.shape.d_v, p.kv.dtype, p.b, nodes * p.shape.h_q, kv_len_bound(p),
+                      std::max(1, device.model.num_sms));
+}
+
 class CudaWgmma : public CudaBackend {
  public:
-  CudaWgmma() : CudaBackend("cuda_wgmma") {}
+  CudaWgmma() : CudaBackend("cuda_wgmma", true) {}
+  bool prefers(const VerifyProblem& p) const override {
+    return prefers_wgmma(*choose(p, current_cuda_device()).tile, p.kv.dtype, kv_len_bound(p));
+  }
 
  protected:
   Support supports_kernel(const VerifyProblem& p, const CudaDevice& device) const override {
@@ -70,10 +94,19 @@ class CudaWgmma : public CudaBackend {
     if (device.cc != 0 && device.cc != 90)
       return Support::no("compute capability " + std::to_string(device.cc) + ": takes 90 (H100, H200)");
     if (const Support s = supports_ladder_shape(p); !s.ok) return s;
-    if (p.kv.dtype == DType::kF32) return Support::no("fp32 caches: takes bf16, fp16");
-    if (p.q.dtype != p.kv.dtype)
+    if (p.kv.dtype == DType::kF32) return Support::no("fp32 caches: takes bf16, fp16, e4m3, e4m3_packed");
+    if (p.kv.dtype == DType::kF8E4M3Packed) {
+      if (p.shape.d_v != 512)
+        return Support::no("e4m3_packed caches of d_v = " + std::to_string(p.shape.d_v) +
+                           ": takes 512, whose rows are multiples of 16 bytes");
+      if (p.q.dtype != DType::kBF16)
+        return Support::no("q in " + std::string(dtype_name(p.q.dtype)) +
+                           " and an e4m3_packed cache: takes q in bf16");
+    } else if (p.kv.dtype == DType::kF8E4M3 ? p.q.dtype == DType::kF32 : p.q.dtype != p.kv.dtype) {
       return Support::no("q in " + std::string(dtype_name(p.q.dtype)) + " and a cache in " +
-                         std::string(dtype_name(p.kv.dtype)) + ": takes q in the cache's dtype");
+                         std::string(dtype_name(p.kv.dtype)) +
+                         ": takes q in the cache's dtype, or bf16 and fp16 with an e4m3 cache");
+    }
     if (const std::string reason = why_not_aligned(p, 16); !reason.empty()) return Support::no(reason);
     if (const std::string reason = why_q_not_aligned(p, 16); !reason.empty()) return Support::no(reason);
     if (const std::string reason = why_pool_too_large(p); !reason.empty()) return Support::no(reason);
@@ -81,16 +114,13 @@ class CudaWgmma : public CudaBackend {
   }
 
   CudaInstance instance(const VerifyProblem& p, const CudaDevice& device) const override {
-    const int64_t nodes = p.b > 0 ? ceil_div<int64_t>(p.q.total_q, p.b) : 0;
-    const WgmmaChoice choice = choose_wgmma(p.shape.d_v, p.b, nodes * p.shape.h_q, kv_len_bound(p),
-                                            std::max(1, device.model.num_sms));
+    const WgmmaChoice choice = choose(p, device);
     CudaInstance k;
-    k.function =
-        p.q.dtype == DType::kBF16 ? wgmma_kernel_bf16(*choice.tile) : wgmma_kernel_fp16(*choice.tile);
+    k.function = find_kernel(*choice.tile, p.q.dtype, p.kv.dtype);
     k.threads = WgmmaTile::kThreads;
     k.smem_bytes = choice.tile->smem_bytes();
     k.cluster = choice.cluster;
-    k.tile = choice.tile->policy();
+    k.tile = choice.tile->policy(p.kv.dtype);
     k.narrow_partials = choice.tile->rows >= 32;  // of few rows they are written faster wide
     return k;
   }

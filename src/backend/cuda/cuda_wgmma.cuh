@@ -58,11 +58,11 @@ struct SharedMap {
 
   __device__ __forceinline__ void init_barriers() const {
     for (int i = 0; i < C::kStages * C::kChunks; ++i) {
-      init_barrier(base + C::kFullAt + 8 * i, 128);
+      init_barrier(base + C::kFullAt + 8 * i, C::kFullArrivals);
       init_barrier(base + C::kEmptyAt + 8 * i, 4);
     }
     for (int i = 0; i < C::kRopeStages; ++i) {
-      init_barrier(rope_full(i), 128);
+      init_barrier(rope_full(i), C::kFullArrivals);
       init_barrier(rope_empty(i), 4);
     }
     init_barrier(q_full(), 128);
@@ -121,6 +121,32 @@ __device__ __forceinline__ void arrive_warp(uint32_t barrier) {
   if ((thread_of_group() & 31) == 0) arrive(barrier);
 }
 
+// ---- pool rows, of which the page table's entries are fetched a tile ahead ----
+
+__device__ __forceinline__ int64_t entry_index(const KernelArgs& args, int64_t page_base, int key) {
+  return page_base + args.pages.page_size.quotient(key);
+}
+// Of a 64-bit entry the lower half: unread, so that nobody waits for it.
+__device__ __forceinline__ uint32_t fetch_entry(const KernelArgs& args, int64_t page_base, int key) {
+  return __ldg(static_cast<const uint32_t*>(args.pages.entries) +
+               (entry_index(args, page_base, key) << args.pages.is_int64));
+}
+// Pool rows fit 32 bits: supports_kernel() looks. As in pool_row(), an entry outside the pool counts as 0.
+__device__ __forceinline__ uint32_t row_of_entry(const KernelArgs& args, const CudaWorkItem& item,
+                                                 int64_t page_base, int key, uint32_t low) {
+  const int size = args.pages.page_size.divisor, page = args.pages.page_size.quotient(key);
+  const int32_t high =
+      args.pages.is_int64
+          ? __ldg(static_cast<const int32_t*>(args.pages.entries) + 2 * entry_index(args, page_base, key) + 1)
+          : static_cast<int32_t>(low) >> 31;
+  uint64_t entry = static_cast<uint64_t>(static_cast<uint32_t>(high)) << 32 | low;
+  if (entry >= static_cast<uint64_t>(args.pages.num_pages)) {
+    report_fault(args.plan, DeviceFault::kPageEntry, item.request, page);
+    entry = 0;
+  }
+  return static_cast<uint32_t>(entry) * size + (key - page * size);
+}
+
 // ---- copy: keys and queries to shared memory, by 128 threads, 8 a row, 16 bytes a thread ----
 
 template <class C>
@@ -132,47 +158,26 @@ struct Copier {
   Ring<C::kRopeStages> rope_ring;
   uint32_t q_round = 0;
   static constexpr int kKeyRows = C::kKeys / 16;
-  // This thread's chunk of the first panel of its rows, and what the page table says of those of the next tile, of a 64-bit entry the lower
-  // half: unread, so that nobody waits for it.
+  // This thread's chunk of the first panel of its rows, and what the page table says of those of the next tile.
   const char* rows[kKeyRows];
   uint32_t entries[kKeyRows];
 
   __device__ __forceinline__ Copier(const KernelArgs& a, const SharedMap<C>& m, int thread)
       : args(a), map(m), first_row(thread / 8), chunk(thread % 8) {}
 
-  __device__ __forceinline__ int64_t entry_index(const CudaWorkItem& item, int key) const {
-    return item.page_base + args.pages.page_size.quotient(key);
-  }
   __device__ __forceinline__ void fetch_entries(const CudaWorkItem& item, int tile_key) {
 #pragma unroll
     for (int i = 0; i < kKeyRows; ++i) {
       const int key = tile_key + first_row + 16 * i;
-      if (key < item.key_end)
-        entries[i] = __ldg(static_cast<const uint32_t*>(args.pages.entries) +
-                           (entry_index(item, key) << args.pages.is_int64));
+      if (key < item.key_end) entries[i] = fetch_entry(args, item.page_base, key);
     }
   }
-  // Pool rows, and the bytes between them, fit 32 bits each: supports_kernel() looks. As in pool_row(), an entry outside the pool counts as
-  // 0; rows past the item's end are row 0, of which nothing is read.
+  // The bytes between rows fit 32 bits: supports_kernel() looks. Rows past the item's end are row 0, of which nothing is read.
   __device__ __forceinline__ void find_rows(const CudaWorkItem& item, int tile_key) {
-    const int size = args.pages.page_size.divisor;
 #pragma unroll
     for (int i = 0; i < kKeyRows; ++i) {
       const int key = tile_key + first_row + 16 * i;
-      uint32_t row = 0;
-      if (key < item.key_end) {
-        const int page = args.pages.page_size.quotient(key);
-        const int32_t high =
-            args.pages.is_int64
-                ? __ldg(static_cast<const int32_t*>(args.pages.entries) + 2 * entry_index(item, key) + 1)
-                : static_cast<int32_t>(entries[i]) >> 31;
-        uint64_t entry = static_cast<uint64_t>(static_cast<uint32_t>(high)) << 32 | entries[i];
-        if (entry >= static_cast<uint64_t>(args.pages.num_pages)) {
-          report_fault(args.plan, DeviceFault::kPageEntry, item.request, page);
-          entry = 0;
-        }
-        row = static_cast<uint32_t>(entry) * size + (key - page * size);
-      }
+      const uint32_t row = key < item.key_end ? row_of_entry(args, item, item.page_base, key, entries[i]) : 0;
       rows[i] = static_cast<const char*>(args.kv) + 16 * chunk +
                 static_cast<uint64_t>(row) * (2 * static_cast<uint32_t>(args.kv_row_stride));
     }
@@ -244,7 +249,65 @@ struct Copier {
   }
 };
 
+// Who copies for a configuration; FP8 caches: cuda_wgmma_fp8.cuh.
+template <class C>
+struct CopierOf {
+  using Type = Copier<C>;
+};
+
 // ---- score: S^T = K Q^T, mask, softmax; weights to shared memory ----
+
+// The scales of a packed tile's keys g and g + 8 of the warp's: lane t of the four that have these keys holds scale t. Shared memory has no
+// room for them; they are read from the pool, a tile ahead.
+struct PackedScales {
+  uint32_t entries[2];
+  float scales[2];
+
+  __device__ __forceinline__ static int key_of(int tile_key, int i) {
+    return tile_key + (thread_of_group() >> 5) * 16 + (thread_of_group() >> 2 & 7) + 8 * i;
+  }
+  __device__ __forceinline__ void fetch(const KernelArgs& args, const CudaWorkItem& item, int tile_key) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (key_of(tile_key, i) < item.key_end)
+        entries[i] = fetch_entry(args, item.page_base, key_of(tile_key, i));
+  }
+  // Sums are divided by the scale of the group that they go on with: one that is 0, or next to nothing beside its row's others, becomes so
+  // much that it still counts for nothing.
+  __device__ __forceinline__ static float divisible(float scale) {
+    float largest = fabsf(scale);
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1, 4));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2, 4));
+    const float least = fmaxf(largest * 0x1p-60f, 0x1p-100f);
+    return fabsf(scale) < least ? least : scale;
+  }
+  // Of the tile whose entries were fetched; of the next one entries are.
+  __device__ __forceinline__ void load(const KernelArgs& args, const CudaWorkItem& item, int tile_key) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int key = key_of(tile_key, i);
+      scales[i] = 1;
+      if (key < item.key_end) {
+        const uint64_t at = static_cast<uint64_t>(row_of_entry(args, item, item.page_base, key, entries[i])) *
+                                static_cast<uint32_t>(args.kv_row_stride) +
+                            4 * kPackedGroup;
+        scales[i] = __ldg(reinterpret_cast<const float*>(static_cast<const char*>(args.kv) + at) +
+                          (thread_of_group() & 3));
+      }
+      scales[i] = divisible(scales[i]);
+    }
+    fetch(args, item, tile_key + WgmmaTile::kKeys);
+  }
+  __device__ __forceinline__ void begin(const KernelArgs& args, const CudaWorkItem& item, int tile_key) {
+    fetch(args, item, tile_key);
+    load(args, item, tile_key);
+  }
+  // From the units of group g to those of the next, after the last to those of the rope columns.
+  __device__ __forceinline__ float ratio(int i, int g) const {
+    const float own = __shfl_sync(~0u, scales[i], g, 4);
+    return g < 3 ? __fdividef(own, __shfl_sync(~0u, scales[i], g + 1, 4)) : own;
+  }
+};
 
 // Sums of a thread: key g or g + 8 of the warp's 16 x rows 8 j + t, 8 j + t + 1, as multiply() has them.
 template <class C>
@@ -300,6 +363,36 @@ struct Scorer {
     commit_products();
     wait_products<0>();
     pin(s);
+  }
+
+  // Packed rows: sums of 128 latents' products are in units of that group's scale, and become those of the next group's.
+  __device__ __forceinline__ void multiply_packed_tile(float (&s)[kSums], const PackedScales& scales) {
+    pin(s);
+#pragma unroll
+    for (int c = 0; c <= C::kChunks; ++c) {
+      if (c % 2 == 0 && c < C::kChunks) {
+        wait_barrier(map.full(ring.stage, c), 0);
+        wait_barrier(map.full(ring.stage, c + 1), 0);
+        if (c + 2 == C::kChunks) wait_barrier(map.rope_full(rope_ring.stage), rope_ring.round);
+        fence_async_reads();
+      }
+      begin_products();
+      if (c == C::kChunks) {
+        multiply_panel(s, map.rope(rope_ring.stage), C::kPanels);
+      } else {
+#pragma unroll
+        for (int p = C::kChunkPanels * c; p < C::kChunkPanels * (c + 1); ++p)
+          multiply_panel(s, map.panel(ring.stage, p), p);
+      }
+      commit_products();
+      wait_products<0>();
+      pin(s);
+      if (c == C::kChunks) break;
+      const float by = scales.ratio(0, c), by_8 = scales.ratio(1, c);  // keys g, g + 8
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) s[i] *= i % 4 < 2 ? by : by_8;
+      pin(s);
+    }
   }
 
   // Bit i: the row sees key tile_key + i. Any number of them for rows that are padding.
@@ -519,6 +612,8 @@ struct Scorer {
     const OwnKeys<C> keys(item);
     const int key_end = keys.end;
     int key = keys.begin;
+    [[maybe_unused]] PackedScales scales;
+    if constexpr (C::kIsPacked) scales.begin(args, item, key);
     if (key < key_end)
       wait_queries();
     else
@@ -526,17 +621,21 @@ struct Scorer {
 #pragma unroll 1
     for (; key < key_end; key += C::kKeys) {
       float x[kSums];
-      multiply_tile(x);
+      if constexpr (C::kIsPacked)
+        multiply_packed_tile(x, scales);
+      else
+        multiply_tile(x);
       arrive_warp(map.rope_empty(rope_ring.stage));
       if (key + C::kKeys >= key_end) {
         arrive_warp(map.q_empty());
         announce_totals();
       }
+      if constexpr (C::kIsPacked) scales.load(args, item, key + C::kKeys);
 #pragma unroll
       for (int i = 0; i < kSums; ++i) x[i] *= scale();
       if (key + C::kKeys > min(item.prefix_len, key_end)) {
         hide(x, item, key);
-        clear_nonfinite(item, key);
+        if constexpr (!C::kIsPacked) clear_nonfinite(item, key);  // else by whoever scales them
       }
       const bool raises = sync_group_or<kBarrier>(exceeds(x));
       if (raises) raise_tops(x);
@@ -611,6 +710,10 @@ struct Accumulator {
   }
   __device__ __forceinline__ void accumulate(bool first) {
     wait_weights();
+    if constexpr (C::kIsPacked) {  // scaled by now?
+#pragma unroll
+      for (int i = 0; i < C::kOwnChunks; ++i) wait_barrier(map.full(ring.stage, 2 * i + half), 1);
+    }
     fence_async_reads();  // of the copies: the scorer saw them land
     if (!first && load_shared<int>(map.raised()) != 0) shrink();
     pin_out();
@@ -731,7 +834,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) wgmma_kernel(const __grid_cons
             thread = static_cast<int>(threadIdx.x) % 128;
   if (group == 0) {
     set_registers<C::kCopyRegisters>();
-    Copier<C>(args, map, thread).run();
+    typename CopierOf<C>::Type(args, map, thread).run();
   } else if (group == 1) {
     set_registers<C::kScoreRegisters>();
     Scorer<C>(args, map).run();

@@ -18,7 +18,7 @@ struct Config {
   static constexpr int kPanels = kTile.panels(), kChunkPanels = WgmmaTile::kChunkPanels,
                        kChunks = kTile.chunks();
   static constexpr int kOwnChunks = kChunks / 2, kOwnPanels = kPanels / 2;  // of a warpgroup that accumulates
-  static constexpr bool kClusters = kTile.can_cluster();
+  static constexpr bool kClusters = kTile.can_cluster(DType::kBF16);
   static constexpr int kStages = kTile.stages, kRopeStages = kTile.rope_stages;
 
   // Registers of a thread, by warpgroup: 512 altogether.
@@ -31,6 +31,8 @@ struct Config {
   static constexpr int kQAt = kTile.q_at(), kWeightsAt = kTile.weights_at();
   static constexpr int kFactorsAt = kTile.factors_at(), kTopsAt = kFactorsAt + 4 * kRows,
                        kRaisedAt = kTopsAt + 4 * kRows;
+  static constexpr bool kIsPacked = false;   // see cuda_wgmma_fp8.cuh
+  static constexpr int kFullArrivals = 128;  // of keys: a thread's when its copies have landed
   // Barriers: full, what is to be read is there; empty, it has been, and its place is free. Of chunks, rope columns, queries, weights.
   static constexpr int kFullAt = kTile.barriers_at();
   static constexpr int kRopeFullAt = kFullAt + 8 * kStages * kChunks;

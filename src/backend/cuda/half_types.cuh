@@ -81,6 +81,20 @@ __device__ __forceinline__ uint2 widen_quad(uint32_t x) {
   return y;
 #endif
 }
+// The same to T. To bf16 by way of float32, whose lower half is zeros.
+template <class T>
+__device__ __forceinline__ uint2 widen_quad_to(uint32_t x) {
+  const uint2 y = widen_quad(x);
+  if constexpr (std::is_same_v<T, __half>) {
+    return y;
+  } else {
+    const auto upper_halves = [](uint32_t pair) {
+      const float2 z = __half22float2(reinterpret_cast<const __half2&>(pair));
+      return __byte_perm(__float_as_uint(z.x), __float_as_uint(z.y), 0x7632);
+    };
+    return {upper_halves(y.x), upper_halves(y.y)};
+  }
+}
 // Bytes 0 and 2, then bytes 1 and 3, of four e4m3 numbers to T. Not for NaN.
 template <class T>
 __device__ __forceinline__ uint2 widen_columns(uint32_t x) {
