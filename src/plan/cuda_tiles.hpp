@@ -365,7 +365,7 @@ inline WgmmaChoice choose_wgmma(int d_v, DType kv_dtype, int64_t requests, int64
 // which few rows wait for, packed ones in few tiles as well.
 constexpr bool prefers_wgmma(const WgmmaTile& tile, DType kv_dtype, int64_t keys) {
   if (kv_dtype == DType::kF8E4M3) return tile.rows > 8;
-  if (kv_dtype == DType::kF8E4M3Packed) return tile.rows > 32 && keys > 8192;
+  if (kv_dtype == DType::kF8E4M3Packed) return tile.rows > 8 && keys > 512;
   return true;
 }
 
