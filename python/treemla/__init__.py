@@ -25,6 +25,7 @@ from ._trees import (
     Accepted,
     Beam,
     Compacted,
+    Imported,
     Tree,
     accept_path,
     build_chain,
@@ -33,6 +34,7 @@ from ._trees import (
     build_tree_from_parents,
     compact_cache,
     expand_beam,
+    import_batch,
 )
 from ._verify import Backend, Planner, Verified, list_backends, verify, why_unsupported
 
@@ -45,6 +47,7 @@ __all__ = [
     "DeviceError",
     "Error",
     "FileAccessError",
+    "Imported",
     "InternalError",
     "InvalidArgument",
     "OutOfMemory",
@@ -61,6 +64,7 @@ __all__ = [
     "build_tree_from_parents",
     "compact_cache",
     "expand_beam",
+    "import_batch",
     "list_backends",
     "record",
     "verify",
