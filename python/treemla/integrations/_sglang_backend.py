@@ -218,7 +218,7 @@ class TreeMLAAttnBackend(AttentionBackend):
                 raise make(
                     2,
                     "speculative_draft_attention_backend",
-                    "the treemla backend runs no steps of the draft loop: use --speculative-draft-attention-backend triton",
+                    "speculative_draft_attention_backend = treemla: runs no steps of the draft loop; must be triton, say",
                 )
             return 1
         if mode.is_draft_extend_v2():
