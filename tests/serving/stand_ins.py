@@ -1,27 +1,45 @@
-"""Modules that the engines import and that these tests have no use for: compiled kernels and parsers, hundreds of MB of them. What is
-installed is never replaced. Nothing of the engines' own code is.
+"""Modules that the engines import and that these tests have no use for: compiled kernels, parsers, web servers. What is
+installed is never replaced, and of the engines' own code nothing is.
 """
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
 import types
 
 NAMES = (
+    "aiohttp",
+    "cbor2",
+    "cloudpickle",
     "compressed_tensors",
+    "cpuinfo",
+    "einops",
+    "fastapi",
     "flashinfer",
     "gguf",
+    "httpx2",
+    "IPython",
     "llguidance",
+    "openai_harmony",
+    "orjson",
     "partial_json_parser",
+    "prometheus_client",
+    "psutil",
+    "pybase64",
+    "requests",
     "sentencepiece",
+    "setproctitle",
     "sgl_kernel",
+    "starlette",
     "tvm_ffi",
+    "urllib3",
+    "uvicorn",
+    "uvloop",
     "xgrammar",
+    "zmq",
 )
-
 
 class _Meta(type):
     def __getattr__(cls, name):

@@ -3,6 +3,7 @@ and compiled operators are stood in for."""
 
 from __future__ import annotations
 
+import importlib.util
 import types
 from importlib import metadata
 
@@ -12,6 +13,13 @@ import torch
 from conftest import assert_close, attend
 
 pytest.importorskip("vllm")
+
+import vllm.platforms  # noqa: E402
+from vllm.platforms.interface import UnspecifiedPlatform  # noqa: E402
+
+if not any(importlib.util.find_spec(name) for name in ("vllm._C", "vllm._C_stable_libtorch")):
+    # A GPU's platform asks its compiled operators what they can do. Of none of them is anything tested here.
+    vllm.platforms._current_platform = UnspecifiedPlatform()
 
 from vllm.model_executor.layers.attention import mla_attention  # noqa: E402
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata  # noqa: E402
