@@ -305,8 +305,8 @@ def test_an_engines_batch(q_len, layout, index):
     padded = np.zeros((7, 2 * table.shape[1]), np.int32)  # rows with a stride
     padded[:, : table.shape[1]] = table
     got = treemla.import_batch(
-        padded[:, : table.shape[1]], row_index=rows.astype(index), seq_len=prefixes.astype(index), q_len=q_len, mask=masks[layout],
-        mask_layout=layout or "full",
+        padded[:, : table.shape[1]], row_index=rows.astype(index), seq_len=prefixes.astype(index), q_len=q_len,
+        mask=masks[layout], mask_layout=layout or "full",
     )  # fmt: skip
     assert got.kv_len.tolist() == (prefixes + q_len).tolist()
     bits = np.unpackbits(got.ancestor_bits.view(np.uint8), axis=1, bitorder="little")[:, :q_len].reshape(4, q_len, q_len)

@@ -43,7 +43,7 @@ def compare(tmp_path, **environment):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     return subprocess.run(
-        [sys.executable, SCRIPT, "--model", "m", "--prompts", "12", "--tokens", "8", "--port", str(port), "--out", tmp_path / "out"],
+        [sys.executable, SCRIPT, "--model", "m", "--prompts", "12", "--tokens", "8", "--port", str(port), "--out", tmp_path / "out"],  # noqa: E501
         env=os.environ | {"PYTHONPATH": str(tmp_path)} | environment, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 
@@ -51,7 +51,9 @@ def compare(tmp_path, **environment):
 def test_equal_outputs(tmp_path):
     done = compare(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "12 of 12 outputs are equal" in done.stdout and "96 tokens" in done.stdout and "2.00 tokens a verify step" in done.stdout
+    assert (
+        "12 of 12 outputs are equal" in done.stdout and "96 tokens" in done.stdout and "2.00 tokens a verify step" in done.stdout
+    )
 
 
 def test_a_difference_is_found_and_placed(tmp_path):

@@ -35,13 +35,20 @@ CONTEXT = 400
 
 
 class Server:
-    """A model runner's worth of SGLang: its pools, two MLA layers, and requests whose slots are shuffled, pages kept whole."""
+    """A model runner's worth of SGLang: its pools, two MLA layers, requests whose slots are shuffled, pages kept whole."""
 
     def __init__(self, device, *, page_size=1, dtype=torch.float32, kv_dtype=None, heads=4, d_v=128, d_rope=64, k_scale=None, seed=0,
                  q_len=9, is_draft=False):  # fmt: skip
         self.rng = np.random.default_rng(seed)
         torch.manual_seed(seed)
-        self.device, self.dtype, self.page_size, self.d_v, self.d_qk, self.q_len = device, dtype, page_size, d_v, d_v + d_rope, q_len
+        self.device, self.dtype, self.page_size, self.d_v, self.d_qk, self.q_len = (
+            device,
+            dtype,
+            page_size,
+            d_v,
+            d_v + d_rope,
+            q_len,
+        )
         self.req_pool = ReqToTokenPool(8, CONTEXT, device, False)
         self.pool = MLATokenToKVPool(3200, page_size, kv_dtype or dtype, d_v, d_rope, 2, device, False)
         self.layers = torch.nn.ModuleList(
@@ -52,8 +59,9 @@ class Server:
                 layer.k_scale = torch.tensor(k_scale, device=device)
                 layer.k_scale_float = k_scale
         self.scale = k_scale or 1.0
+        nan = torch.tensor([torch.nan], device=device).to(self.pool.dtype).view(self.pool.store_dtype)
         for buffer in self.pool.kv_buffer:  # what nobody wrote must not reach a result; slot 0 is the engine's dummy
-            buffer.view(self.pool.dtype)[1:] = torch.nan
+            buffer[1:] = nan
         pages = 1 + self.rng.permutation(3200 // page_size - 1)
         self.slots = (pages[:, None] * page_size + np.arange(page_size)).reshape(-1).astype(np.int32)
         self.taken = 0
@@ -85,9 +93,8 @@ class Server:
             assert self.taken <= len(self.slots)
             self.req_pool.req_to_token[row, : prefix + q_len] = slots[: prefix + q_len]
             for layer in range(2):
-                self.pool.kv_buffer[layer].view(self.pool.dtype)[slots[:prefix].long(), 0] = self.random(prefix, self.d_qk).to(
-                    self.pool.dtype
-                )
+                cached = self.random(prefix, self.d_qk).to(self.pool.dtype).view(self.pool.store_dtype)
+                self.pool.kv_buffer[layer][slots[:prefix].long(), 0] = cached
         return rows
 
     def random(self, *shape):
@@ -95,6 +102,10 @@ class Server:
 
     def slots_of(self, row, begin, end):
         return self.req_pool.req_to_token[row, begin:end].long()
+
+    def cached(self, layer, slots):
+        """float64 [n, d_qk] rows as stored."""
+        return self.pool.kv_buffer[layer][slots, 0].view(self.pool.dtype).double()
 
     def forward_batch(self, mode, rows, seq_lens, out_cache_loc, **fields):
         ints = {"dtype": torch.int64, "device": self.device}
@@ -132,7 +143,7 @@ class Server:
         for layer, (out, q) in enumerate(zip(outputs, queries)):
             begin = 0
             for r, (row, prefix, n) in enumerate(zip(rows, prefixes, q_lens)):
-                cached = self.pool.get_key_buffer(layer)[self.slots_of(row, 0, prefix + n), 0].double() * self.scale
+                cached = self.cached(layer, self.slots_of(row, 0, prefix + n)) * self.scale
                 visible = np.concatenate([np.ones((n, prefix), bool), sees[r]], 1)
                 want, _ = attend(q[begin : begin + n], cached, visible, self.d_v, 0.1)
                 assert_close(out[begin : begin + n], want, self.dtype)
@@ -252,7 +263,9 @@ def test_trees_eager(device, page_size, q_len, kind):
     rows = server.requests(prefixes)
     sees = [sees_of(random_parents(server.rng, q_len)) for _ in rows]
     backend = server.backend()
-    batch = verify_batch(server, rows, prefixes, q_len, {"eagle": eagle, "ngram": ngram}[kind](full_mask(sees, prefixes, device), q_len))
+    batch = verify_batch(
+        server, rows, prefixes, q_len, {"eagle": eagle, "ngram": ngram}[kind](full_mask(sees, prefixes, device), q_len)
+    )
     backend.init_forward_metadata(batch)
     server.check(*server.run(backend, batch, 4 * q_len), rows, prefixes, [q_len] * 4, sees)
 
@@ -272,7 +285,7 @@ def test_caches(device, kv_dtype, k_scale, form):
     outputs, queries = server.run(backend, batch, 27, form)
     server.check(outputs, queries, rows, prefixes, [9] * 3, sees)
     # What the layers stored is k / k_scale.
-    stored = server.pool.get_key_buffer(1)[batch.out_cache_loc].float()
+    stored = server.cached(1, batch.out_cache_loc)
     assert torch.isfinite(stored).all() and stored.std() > 0.9 / server.scale / 1.2
 
 
@@ -287,7 +300,7 @@ def test_layers_with_different_scales(device):
     for layer, scale in enumerate((0.5, 2.0)):
         server.scale = scale
         for r, (row, prefix) in enumerate(zip(rows, (50, 3))):
-            cached = server.pool.get_key_buffer(layer)[server.slots_of(row, 0, prefix + 9), 0].double() * scale
+            cached = server.cached(layer, server.slots_of(row, 0, prefix + 9)) * scale
             visible = np.concatenate([np.ones((9, prefix), bool), chain(9)], 1)
             want, _ = attend(queries[layer][9 * r : 9 * r + 9], cached, visible, server.d_v, 0.1)
             assert_close(outputs[layer][9 * r : 9 * r + 9], want, torch.bfloat16)
@@ -356,7 +369,9 @@ def test_heads_may_be_shared_out_over_ranks(device):
             layer.tp_q_head_num = heads.stop - heads.start
         backend = server.backend()
         backend.init_forward_metadata(batch)
-        outputs.append(backend.forward_extend(q[:, heads], k, k[..., : server.d_v], server.layers[0], batch).view(18, -1, server.d_v))
+        outputs.append(
+            backend.forward_extend(q[:, heads], k, k[..., : server.d_v], server.layers[0], batch).view(18, -1, server.d_v)
+        )
     assert_close(torch.cat(outputs[1:], 1), outputs[0].double(), torch.float32)
 
 
@@ -441,8 +456,18 @@ class Graph:
 @pytest.mark.parametrize("q_len", [2, 9, 33, 64])
 @pytest.mark.parametrize("kind", ["eagle", "ngram", "dflash"])
 def test_trees_in_graphs_with_padded_batches(device, page_size, q_len, kind):
-    settings.num_draft_tokens = q_len
-    server = Server(device, page_size=page_size, q_len=q_len, seed=q_len)
+    graphs_with_padded_batches(Server(device, page_size=page_size, q_len=q_len, seed=q_len), q_len, kind)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("q_len", [9, 33])
+def test_graphs_of_a_models_shape(device, q_len, kv_dtype):
+    """512/64 and 16-bit queries: the tensor cores' kernels on a GPU."""
+    graphs_with_padded_batches(Server(device, dtype=torch.bfloat16, kv_dtype=kv_dtype, d_v=512, q_len=q_len), q_len, "eagle")
+
+
+def graphs_with_padded_batches(server, q_len, kind):
+    settings.num_draft_tokens, device = q_len, server.device
     backend = server.backend()
     backend.init_cuda_graph_state(4, 4 * q_len)
     assert backend.verify_mask.mode == TreeMaskMode.QLEN_ONLY and backend.verify_mask.fits(4)
@@ -560,6 +585,29 @@ def test_layers_that_are_refused():
     with refused("device"):  # K and V for each head: the Triton backend's
         wide = RadixAttention(4, 192, 0.1, 4, 0, v_head_dim=128)
         backend.forward_extend(server.random(9, 4, 192), server.random(9, 4, 192), server.random(9, 4, 128), wide, batch)
+
+
+def test_k_and_v_for_each_head_go_to_the_fallback(monkeypatch):
+    server = Server("cpu", q_len=20)
+    rows, calls = server.requests([0, 0]), []
+    fallback = types.SimpleNamespace(
+        init_forward_metadata=lambda batch: calls.append(batch),
+        forward_extend=lambda q, k, v, layer, batch, save_kv_cache: calls.append((layer.layer_id, save_kv_cache)) or q[..., :128],
+    )
+    backend = server.backend()
+    monkeypatch.setattr(backend, "_make_fallback", lambda: fallback)
+    wide = [RadixAttention(4, 192, 0.1, 4, layer_id, v_head_dim=128) for layer_id in range(2)]
+    q, v = server.random(40, 4, 192), server.random(40, 4, 128)
+    loc = torch.cat([server.slots_of(row, 0, 20) for row in rows])
+    for _ in range(2):
+        batch = server.forward_batch(
+            ForwardMode.EXTEND, rows, [20, 20], loc, extend_seq_lens=torch.tensor([20, 20]), extend_seq_lens_cpu=[20, 20],
+        )  # fmt: skip
+        backend.init_forward_metadata(batch)
+        calls.clear()
+        for layer in wide:
+            assert torch.equal(backend.forward_extend(q, q, v, layer, batch, save_kv_cache=False), q[..., :128])
+        assert calls == [batch, (0, False), (1, False)]
 
 
 def test_steps_of_the_draft_loop_are_refused():

@@ -41,6 +41,7 @@ NAMES = (
     "zmq",
 )
 
+
 class _Meta(type):
     def __getattr__(cls, name):
         if name.startswith("__"):

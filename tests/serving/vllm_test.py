@@ -1,5 +1,5 @@
-"""The vLLM backend against vLLM's own classes: builder, impl and batch metadata are the engine's; configuration, which takes a model,
-and compiled operators are stood in for."""
+"""The vLLM backend against vLLM's own classes: builder, impl and batch metadata are the engine's; configuration, which takes a
+model, and compiled operators are stood in for."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class Worker:
                 kv_lora_rank=D_V, qk_nope_head_dim=32, qk_rope_head_dim=D_ROPE, qk_head_dim=96, v_head_dim=32, kv_b_proj=None,
             )  # fmt: skip
             layer = types.SimpleNamespace(
-                impl=impl, kv_cache=cache.view(torch.uint8) if kv_cache_dtype == "fp8" else cache, q_lora_rank=None, kv_lora_rank=D_V,
+                impl=impl, kv_cache=cache.view(torch.uint8) if kv_cache_dtype == "fp8" else cache, q_lora_rank=None,
+                kv_lora_rank=D_V,
                 qk_nope_head_dim=32, qk_rope_head_dim=D_ROPE, v_head_dim=32, layer_name=f"model.layers.{index}.attn",
                 _k_scale_float=k_scale, _k_scale=torch.tensor(k_scale), non_causal_multi_token_decode=False, num_heads=heads,
                 prefill_backend=types.SimpleNamespace(clone=lambda: None), cache=cache,
@@ -81,7 +82,9 @@ class Worker:
             self.layers.append(layer)
             self.config.compilation_config.static_forward_context[layer.layer_name] = layer
         spec = types.SimpleNamespace(block_size=block_size)
-        self.builder = backend.get_builder_cls()(spec, [layer.layer_name for layer in self.layers], self.config, torch.device(device))
+        self.builder = backend.get_builder_cls()(
+            spec, [layer.layer_name for layer in self.layers], self.config, torch.device(device)
+        )
         self.block_table = torch.full((max_reqs, -(-MAX_BLOCKS // block_size)), 2147480000, dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(max_reqs, dtype=torch.int32, device=device)
         self.query_start = torch.zeros(max_reqs + 1, dtype=torch.int32, device=device)
@@ -101,11 +104,18 @@ class Worker:
             for layer in self.layers:
                 slots = self.slots(r, n)
                 rows = torch.randn(n, D_V + D_ROPE, device=self.device) / self.k_scale
-                layer.cache.view(-1, D_V + D_ROPE)[slots] = rows.to(layer.cache.dtype)
+                self.store(layer, slots, rows.to(layer.cache.dtype))
         self.seq_lens[: len(seq_lens)] = torch.tensor(seq_lens, dtype=torch.int32)
         ends = np.cumsum([0, *q_lens])
         self.query_start[: len(ends)] = torch.from_numpy(ends).int()
         self.query_start[len(ends) :] = int(ends[-1])
+
+    # Indexing goes by bytes: not every version of torch indexes FP8 on a GPU.
+    def store(self, layer, slots, rows):
+        layer.cache.view(torch.uint8).view(self.num_blocks * self.block_size, -1)[slots] = rows.view(torch.uint8)
+
+    def cached(self, layer, slots):
+        return layer.cache.view(torch.uint8).view(self.num_blocks * self.block_size, -1)[slots].view(layer.cache.dtype)
 
     def slots(self, r, n):
         t = torch.arange(n, device=self.device)
@@ -114,7 +124,8 @@ class Worker:
     def common(self, num_reqs, num_tokens, max_query_len, **fields):
         query_start_cpu = self.query_start[: num_reqs + 1].cpu()
         return CommonAttentionMetadata(
-            query_start_loc=self.query_start[: num_reqs + 1], query_start_loc_cpu=query_start_cpu, seq_lens=self.seq_lens[:num_reqs],
+            query_start_loc=self.query_start[: num_reqs + 1], query_start_loc_cpu=query_start_cpu,
+            seq_lens=self.seq_lens[:num_reqs],
             num_reqs=num_reqs, num_actual_tokens=num_tokens, max_query_len=max_query_len, max_seq_len=MAX_BLOCKS,
             block_table_tensor=self.block_table[:num_reqs], slot_mapping=torch.zeros(num_tokens, dtype=torch.int64),
             seq_lens_cpu_upper_bound=self.seq_lens[:num_reqs].cpu(), **fields,
@@ -139,7 +150,7 @@ class Worker:
                     assert (out[begin : begin + k] == 0).all() and torch.isneginf(lse[begin : begin + k]).all()
                     begin += k
                     continue
-                rows = layer.cache.view(-1, D_V + D_ROPE)[self.slots(r, n)].double() * self.k_scale
+                rows = self.cached(layer, self.slots(r, n)).double() * self.k_scale
                 visible = np.arange(n)[None, :] <= n - k + np.arange(k)[:, None]
                 want, want_lse = attend(q[begin : begin + k], rows, visible, D_V, SCALE)
                 assert_close(out[begin : begin + k], want, self.dtype)
@@ -166,7 +177,11 @@ def test_the_entry_point_registers_the_backend():
     backend = AttentionBackendEnum.CUSTOM.get_class()
     assert backend.get_name() == "CUSTOM" and backend.is_mla()
     assert backend.supports_block_size(1) and backend.supports_block_size(16) and backend.supports_block_size(64)
-    assert backend.supports_head_size(576) and backend.supports_kv_cache_dtype("fp8") and not backend.supports_kv_cache_dtype("fp8_ds_mla")
+    assert (
+        backend.supports_head_size(576)
+        and backend.supports_kv_cache_dtype("fp8")
+        and not backend.supports_kv_cache_dtype("fp8_ds_mla")
+    )
     assert backend.supports_dcp() and backend.get_impl_cls().can_return_lse_for_decode
     assert backend.get_builder_cls()._cudagraph_support == AttentionCGSupport.UNIFORM_BATCH
     capability = types.SimpleNamespace(major=7, minor=5)
@@ -229,14 +244,14 @@ def test_ranks_of_decode_context_parallel_merge_by_their_lse(device, monkeypatch
     w.fill(total, [1, 1, 1])
     queries = w.queries(3)
     want = w.forward(w.builder.build(0, w.common(3, 3, 1)), queries)
-    rows = [[layer.cache.view(-1, D_V + D_ROPE)[w.slots(r, n)].clone() for layer in w.layers] for r, n in enumerate(total)]
+    rows = [[w.cached(layer, w.slots(r, n)).clone() for layer in w.layers] for r, n in enumerate(total)]
     parts = []
     for rank in range(ranks):
         local = [len(range(rank, n, ranks)) for n in total]
         w.fill(local, [1, 1, 1])
         for r, n in enumerate(local):
             for layer, cached in zip(w.layers, rows[r]):
-                layer.cache.view(-1, D_V + D_ROPE)[w.slots(r, n)] = cached[rank::ranks]
+                w.store(layer, w.slots(r, n), cached[rank::ranks].contiguous())
         parts.append(w.forward(w.builder.build(0, w.common(3, 3, 1)), queries))
         w.check(parts[-1], queries, local, [1, 1, 1])  # the last request has no token on rank 1
     for layer in range(2):

@@ -106,13 +106,12 @@ class TreeMLAAttnBackend(AttentionBackend):
             for module in getattr(runner, "model", torch.nn.Module()).modules()
             if isinstance(module, RadixAttention) and self._is_absorbed(module)
         ]
-        self.num_heads = (
-            layers[0].tp_q_head_num if layers else config.num_attention_heads // get_parallel().attn_tp_size
-        )
+        self.num_heads = layers[0].tp_q_head_num if layers else config.num_attention_heads // get_parallel().attn_tp_size
         self._scales = sorted({_scales_of(layer) for layer in layers})
         self._layer_id = layers[0].layer_id if layers else getattr(self.token_to_kv_pool, "start_layer", 0)
 
-        self._fallback = self._make_fallback(runner)
+        self._runner = runner
+        self._fallback: AttentionBackend | None = None  # made when a layer asks for it
         self._fallback_is_ready = False
         self._eager_plans = BatchPlans()
         self._eager_buffers: _Buffers | None = None
@@ -137,12 +136,16 @@ class TreeMLAAttnBackend(AttentionBackend):
         if width != self.d_qk:
             raise make(2, "kv_cache_dim", f"kv_cache_dim = {width}: the treemla backend takes rows of {self.d_qk} numbers")
 
-    def _make_fallback(self, runner: ModelRunner) -> AttentionBackend | None:
+    def _make_fallback(self) -> AttentionBackend:
         if torch.device(self.device).type != "cuda":
-            return None
+            raise make(
+                2,
+                "device",
+                f"device = {self.device}: attention with K and V for each head goes to the Triton backend, of cuda only",
+            )
         from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-        return TritonAttnBackend(runner)
+        return TritonAttnBackend(self._runner)
 
     def _is_absorbed(self, layer: RadixAttention) -> bool:
         return layer.qk_head_dim == self.d_qk and layer.v_head_dim == self.d_v and layer.tp_k_head_num == 1
@@ -192,9 +195,7 @@ class TreeMLAAttnBackend(AttentionBackend):
         kind = "verify" if mode.is_target_verify() else "extend" if mode.is_draft_extend_v2() else "decode"
         imported = self._graph_buffers.imported(bs, q_len)
         # A graph is captured before there are trees: it reads bits in any case, and the mask of a chain is made into bits too.
-        inputs = self._import(
-            forward_batch, imported, forward_batch.seq_lens, kind != "verify", q_len, with_mask=not in_capture
-        )
+        inputs = self._import(forward_batch, imported, forward_batch.seq_lens, kind != "verify", q_len, with_mask=not in_capture)
         batch = self._graphs.get((kind, bs, q_len))
         if batch is None or in_capture:
             batch = self._batch(bs, q_len, BatchPlans(), imported, kind == "verify")
@@ -339,8 +340,10 @@ class TreeMLAAttnBackend(AttentionBackend):
             self._save(layer, forward_batch, k, v, k_rope)
         if q_rope is not None:
             q = torch.cat([q.reshape(-1, heads, self.d_v), q_rope.reshape(-1, heads, self.d_qk - self.d_v)], dim=-1)
-        q = q.reshape(-1, heads, self.d_qk)
         batch = self.forward_metadata
+        q = q.reshape(-1, heads, self.d_qk)
+        if batch.is_captured:
+            q = q.contiguous()  # as planned
         kv = self._kv_buffer(layer.layer_id)
         scales = _scales_of(layer)
         out = torch.empty(q.shape[0], heads * self.d_v, dtype=q.dtype, device=q.device)
@@ -379,9 +382,7 @@ class TreeMLAAttnBackend(AttentionBackend):
         kwargs: dict[str, Any],
     ) -> torch.Tensor:  # fmt: skip
         if self._fallback is None:
-            raise make(
-                2, "device", f"device = {self.device}: attention with K and V for each head goes to the Triton backend, of cuda only"
-            )
+            self._fallback = self._make_fallback()
         if not self._fallback_is_ready:
             self._fallback.init_forward_metadata(forward_batch)
             self._fallback_is_ready = True

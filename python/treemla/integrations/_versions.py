@@ -35,5 +35,7 @@ def check_version(engine: str) -> Unsupported | None:
         return None
     allowed = first if first == last else f"{first} to {last}"
     return make(
-        2, engine, f"{engine} = {installed}: treemla's backend is tested with {engine} {allowed}; {OVERRIDE}=1 tries it all the same"
+        2,
+        engine,
+        f"{engine} = {installed}: treemla's backend is tested with {engine} {allowed}; {OVERRIDE}=1 tries it all the same",
     )

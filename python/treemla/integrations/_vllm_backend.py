@@ -183,8 +183,8 @@ class TreeMLAImpl(MLACommonImpl[TreeMLAMetadata]):
             layer: for its scales and name.
 
         Returns:
-            out [tokens, heads, d_v] in the dtype of q, and lse [tokens, heads] float32, natural log. A token without cached rows on
-            this rank has out 0 and lse -inf.
+            out [tokens, heads, d_v] in the dtype of q, and lse [tokens, heads] float32, natural log. A token without cached rows
+            on this rank has out 0 and lse -inf.
         """
         decode = attn_metadata.decode
         if isinstance(q, tuple):

@@ -52,8 +52,8 @@ def create_backend(runner: Any) -> Any:
         if runner.is_draft_worker:
             return _triton(runner)
         raise ValueError(
-            f"attention_backend = {NAME}: model {runner.model_config.hf_config.architectures} has no Multi-head Latent Attention; "
-            f"use another backend"
+            f"attention_backend = {NAME}: model {runner.model_config.hf_config.architectures} has no Multi-head Latent "
+            f"Attention; use another backend"
         )
     from ._sglang_backend import TreeMLAAttnBackend
 
@@ -69,8 +69,8 @@ def _triton(runner: Any) -> Any:
 def _with_draft_backends(
     original: Any, factory: Any, backend_name: str, backend_map: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """SGLang picks the draft model's backends from fixed tables by name. Steps of the draft loop go to Triton's multi-step backend,
-    the extend over accepted tokens to ours."""
+    """SGLang picks the draft model's backends from fixed tables by name. Steps of the draft loop go to Triton's multi-step
+    backend, the extend over accepted tokens to ours."""
     backend_map = dict(backend_map)
     stamps_children = kwargs.get("stamps_children", args[1] if len(args) > 1 else False)  # of the table with the draft loop
     if stamps_children or not factory.draft_model_runner.use_mla_backend:
