@@ -37,8 +37,10 @@ CONTEXT = 400
 class Server:
     """A model runner's worth of SGLang: its pools, two MLA layers, requests whose slots are shuffled, pages kept whole."""
 
-    def __init__(self, device, *, page_size=1, dtype=torch.float32, kv_dtype=None, heads=4, d_v=128, d_rope=64, k_scale=None, seed=0,
-                 q_len=9, is_draft=False):  # fmt: skip
+    def __init__(
+        self, device, *, page_size=1, dtype=torch.float32, kv_dtype=None, heads=4, d_v=128, d_rope=64, k_scale=None, seed=0,
+        q_len=9, is_draft=False,
+    ):  # fmt: skip
         self.rng = np.random.default_rng(seed)
         torch.manual_seed(seed)
         self.device, self.dtype, self.page_size, self.d_v, self.d_qk, self.q_len = (
