@@ -473,6 +473,12 @@ def import_batch(
         check: on a GPU, wait and raise for indices and lengths out of range. On the host that always raises.
         stream: as in verify().
     """
+    if _arrays.is_compiling():
+        from . import torch_ops
+
+        return torch_ops.compiled_import_batch(
+            token_table, row_index, seq_len, q_len, seq_len_has_tree, mask, mask_layout, max_tokens, out, check, stream
+        )
     (b,) = _shape("row_index", row_index, 1, "[b]")
     _, row_width = _shape("token_table", token_table, 2, "[num_rows, row_width]")
     q_len = _arrays.index("q_len", q_len, 1)
