@@ -51,7 +51,7 @@ D_V, D_ROPE, SCALE = 512, 64, 0.1447
 D_QK = D_V + D_ROPE
 COLUMNS = (
     "engine b q_len h_q prefix metadata_us metadata_host_us in_graph_us layer_warm_us layer_cold_us step1_us step_us max_error "
-    "versus"
+    "workspace_mb versus"
 ).split()
 
 
@@ -235,6 +235,7 @@ def measure(name: str, p: Problem, make, want: torch.Tensor, args) -> dict:
     warm, cold = timed(layer.replay, busy, args.repeats), timed(layer.replay, flush, args.repeats)
     in_graph = 0.0
     if name == "treemla":
+        row["workspace_mb"] = backend.forward_metadata.plans.workspace_bytes / 1e6  # a captured batch size keeps one
         in_graph = timed(capture(lambda: backend.init_forward_metadata_in_graph(batch)).replay, busy, args.repeats)
     row |= {"metadata_us": meta, "metadata_host_us": host, "in_graph_us": in_graph, "layer_warm_us": warm, "layer_cold_us": cold}
     once = max(meta, host) + in_graph

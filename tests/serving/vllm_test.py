@@ -195,9 +195,10 @@ def test_the_tested_version_is_installed():
 
 
 def test_another_version_is_refused_when_it_is_chosen(monkeypatch, caplog):
+    monkeypatch.delenv("TREEMLA_ANY_ENGINE_VERSION", raising=False)
     monkeypatch.setattr("treemla.integrations._versions.metadata.version", lambda name: "0.9.2")
     integration.register()  # must not stop those who use another backend
-    assert "vllm = 0.9.2: treemla's backend is tested with vllm 0.33.0" in caplog.text
+    assert "vllm = 0.9.2: treemla's backend is tested with vllm 0.32.0 to 0.33.0" in caplog.text
     with pytest.raises(treemla.Unsupported, match=r"vllm = 0\.9\.2"):
         AttentionBackendEnum.CUSTOM.get_class()
 

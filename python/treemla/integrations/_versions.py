@@ -15,7 +15,7 @@ __all__ = ["OVERRIDE", "TESTED", "check_version"]
 OVERRIDE = "TREEMLA_ANY_ENGINE_VERSION"
 
 #: The first and the last version of each engine that the tests have passed with.
-TESTED = {"sglang": ("0.5.23", "0.5.23"), "vllm": ("0.33.0", "0.33.0")}
+TESTED = {"sglang": ("0.5.22", "0.5.23"), "vllm": ("0.32.0", "0.33.0")}
 
 
 def _key(version: str) -> tuple[int, ...]:
