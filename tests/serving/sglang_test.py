@@ -218,7 +218,9 @@ def test_the_tested_version_is_installed():
 def test_another_version_is_refused_when_it_is_chosen(monkeypatch):
     monkeypatch.delenv("TREEMLA_ANY_ENGINE_VERSION", raising=False)
     monkeypatch.setattr("treemla.integrations._versions.metadata.version", lambda name: "0.4.9.post2")
-    with pytest.raises(treemla.Unsupported, match=r"sglang = 0\.4\.9\.post2: treemla's backend is tested with sglang 0\.5\.22 to 0\.5\.23"):
+    with pytest.raises(
+        treemla.Unsupported, match=r"sglang = 0\.4\.9\.post2: treemla's backend is tested with sglang 0\.5\.22 to 0\.5\.23"
+    ):
         integration.register()
     assert "treemla" in ATTENTION_BACKEND_CHOICES
     with pytest.raises(treemla.Unsupported, match="TREEMLA_ANY_ENGINE_VERSION=1"):
@@ -419,8 +421,7 @@ class Graph:
                 self.outputs = self.record(batch)
 
     def batch(self, spec_info):
-        server = self.server
-        return server.forward_batch(self.mode, self.rows.cpu(), self.seq_lens.cpu(), self.loc, spec_info=spec_info).__class__(
+        return ForwardBatch(
             forward_mode=self.mode, batch_size=self.bs, input_ids=self.loc, req_pool_indices=self.rows, seq_lens=self.seq_lens,
             out_cache_loc=self.loc, seq_lens_sum=-1, spec_info=spec_info,
         )  # fmt: skip

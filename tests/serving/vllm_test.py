@@ -88,12 +88,11 @@ class Worker:
         self.block_table = torch.full((max_reqs, -(-MAX_BLOCKS // block_size)), 2147480000, dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(max_reqs, dtype=torch.int32, device=device)
         self.query_start = torch.zeros(max_reqs + 1, dtype=torch.int32, device=device)
-        self.block_table[:] = 0
 
     def fill(self, seq_lens, q_lens):
         """Requests with cached rows; those of one batch share no block, unused entries hold garbage."""
         taken = 0
-        self.block_table.fill_(2147480000 if self.device == "cpu" else 0)
+        self.block_table.fill_(2147480000)
         self.seq_lens.zero_()
         for layer in self.layers:
             layer.cache.copy_(torch.full_like(layer.cache.float(), torch.nan))
