@@ -1,8 +1,8 @@
 """TreeMLA: draft-tree verification attention for models with Multi-head Latent Attention.
 
 verify() and Planner attend draft trees to paged caches; build_tree() and its kin make trees, accept_path() walks them,
-compact_cache() keeps the accepted rows; record() writes calls to case files. Arrays come from NumPy, torch, CuPy, JAX, or
-whatever else speaks DLPack, on the host or on one NVIDIA GPU.
+compact_cache() keeps the accepted rows; import_batch() reads a serving engine's tables and masks; record() writes calls to case
+files. Arrays come from NumPy, torch, CuPy, JAX, or whatever else speaks DLPack, on the host or on one NVIDIA GPU.
 """
 
 from __future__ import annotations
