@@ -105,6 +105,46 @@ TEST(CApiTrees, BuildAcceptAndCompact) {
   EXPECT_EQ(treemla_check_tree_run(&run, 1), TREEMLA_OK);
 }
 
+TEST(CApiTrees, ImportsAnEnginesBatch) {
+  const Ints table = {10, 11, 12, 13, 20, 21, 22, 23};
+  const std::vector<int64_t> rows = {1, 0}, seq_len = {2, 1};
+  const std::vector<uint8_t> mask = {1, 0, 1, 1, 1,
+                                     1, 0, 1};  // a root and its child, then a pair that can't see each other
+  Ints kv_len(2), pages(8, -1);
+  std::vector<uint32_t> bits(4);
+  treemla_import batch;
+  treemla_import_init(&batch, sizeof batch);
+  EXPECT_EQ(batch.q_len, 1);
+  batch.b = 2;
+  batch.q_len = 2;
+  batch.token_table = table.data();
+  batch.num_rows = 2;
+  batch.row_width = 4;
+  batch.row_index = rows.data();
+  batch.row_index_type = TREEMLA_I64;
+  batch.seq_len = seq_len.data();
+  batch.seq_len_type = TREEMLA_I64;
+  batch.mask = mask.data();
+  batch.mask_len = 8;
+  batch.mask_layout = TREEMLA_MASK_LAYOUT_QLEN_ONLY;
+  treemla_import_output output;
+  treemla_import_output_init(&output, sizeof output);
+  output.kv_len = kv_len.data();
+  output.page_table = pages.data();
+  output.page_stride = 4;
+  output.ancestor_bits = bits.data();
+  output.words_per_row = 1;
+  ASSERT_EQ(treemla_import_batch(&batch, &output, nullptr), TREEMLA_OK) << treemla_last_error();
+  EXPECT_THAT(kv_len, ElementsAre(4, 3));
+  EXPECT_THAT(pages, ElementsAre(20, 21, 22, 23, 10, 11, 12, -1));
+  EXPECT_THAT(bits, ElementsAre(1, 3, 3, 2));
+  size_t bytes = 9;
+  EXPECT_EQ(treemla_import_workspace_bytes(&batch, &bytes), TREEMLA_OK);
+  EXPECT_EQ(bytes, 0u);
+  output.reserved = 1;
+  EXPECT_EQ(treemla_import_batch(&batch, &output, nullptr), TREEMLA_INVALID_ARGUMENT);
+}
+
 TEST(CApiTrees, Beams) {
   const std::vector<float> scores = {0, 1, 3, 0, 0, 3, 0, 2};
   Ints tokens(4), beam(2);

@@ -1,4 +1,5 @@
-// How the steps around verification run: build (build.hpp), accept (accept.hpp) and compact (compact.hpp).
+// How the steps around verification run: import (import_batch.hpp), build (build.hpp), accept (accept.hpp) and compact
+// (compact.hpp).
 //
 // Each step takes a batch whose tensors all live in one memory. On the host a step is synchronous and a malformed tree, a NaN
 // or a broken table throws Error(kInvalidArgument); what was written by then is unspecified. On a device a step only enqueues

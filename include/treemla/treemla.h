@@ -276,7 +276,7 @@ treemla_status treemla_parents_from_links(const int32_t* next_token, const int32
 treemla_status treemla_batch_bits_from_parents(const int32_t* parents, const int32_t* q_indptr, int32_t b,
                                                int32_t words, uint32_t* bits) TREEMLA_NOEXCEPT;
 
-/* ---- the steps around verification: build, accept, compact ---------------------------------------------- */
+/* ---- the steps around verification: build, accept, compact, import -------------------------------------- */
 
 /* Each step takes a batch whose arrays all live in one memory. On the host it is synchronous and any fault in the
  * contents (a malformed tree, NaN, a broken page table) is an error. On a device it enqueues kernels on `stream`,
@@ -473,6 +473,50 @@ treemla_status treemla_compact_cache(const treemla_compact* compact, const treem
 treemla_status treemla_compact_workspace_bytes(const treemla_compact* compact,
                                                size_t* bytes) TREEMLA_NOEXCEPT;
 
+typedef enum treemla_mask_layout {
+  TREEMLA_MASK_LAYOUT_NONE = 0,     /* a chain: node i sees nodes 0..i */
+  TREEMLA_MASK_LAYOUT_FULL = 1,     /* request after request q_len rows of kv_len bytes: SGLang's FULL_MASK */
+  TREEMLA_MASK_LAYOUT_QLEN_ONLY = 2 /* q_len rows of q_len bytes */
+} treemla_mask_layout;
+
+/* A serving engine's batch as verification takes it: lengths, page table (page size 1), ancestor bits: see import_batch.hpp. */
+typedef struct treemla_import {
+  size_t size;                /* sizeof(treemla_import), set by treemla_import_init */
+  int32_t b;                  /* requests */
+  int32_t q_len;              /* tree nodes of each, 1 initially */
+  const int32_t* token_table; /* [num_rows, row_width] slot of token t */
+  int64_t num_rows;
+  int64_t row_width;
+  int64_t row_stride;     /* elements between rows; 0 (initial) means row_width */
+  const void* row_index;  /* [b] rows of the token table */
+  const void* seq_len;    /* [b] cached tokens */
+  int32_t row_index_type; /* treemla_index_type, I32 initially */
+  int32_t seq_len_type;   /* treemla_index_type, I32 initially */
+  const uint8_t*
+      mask; /* [mask_len] nonzero = attend; a request whose cells reach past the end comes out inert */
+  int64_t mask_len;
+  int32_t mask_layout; /* treemla_mask_layout, NONE initially */
+  int32_t
+      seq_len_has_tree; /* nonzero: seq_len counts the q_len tree rows, and a request below q_len is inert */
+  int32_t memory;       /* treemla_memory of every pointer and of the output; HOST initially */
+  int32_t reserved;     /* 0 */
+} treemla_import;
+
+/* Any pointer may be null. */
+typedef struct treemla_import_output {
+  size_t size;             /* sizeof(treemla_import_output), set by treemla_import_output_init */
+  int32_t* kv_len;         /* [b]; 0 for inert requests */
+  int32_t* page_table;     /* [b, page_stride]; entries past kv_len keep what they hold */
+  int64_t page_stride;     /* a request with more tokens is at fault */
+  uint32_t* ancestor_bits; /* [b * q_len, words_per_row] */
+  int32_t words_per_row;   /* >= ceil(q_len / 32) */
+  int32_t reserved;        /* 0 */
+} treemla_import_output;
+
+treemla_status treemla_import_batch(const treemla_import* batch, const treemla_import_output* output,
+                                    const treemla_tree_run* run) TREEMLA_NOEXCEPT;
+treemla_status treemla_import_workspace_bytes(const treemla_import* batch, size_t* bytes) TREEMLA_NOEXCEPT;
+
 /* Initial values: 0 or null where the field says nothing else. */
 void treemla_tree_run_init(treemla_tree_run* run, size_t size) TREEMLA_NOEXCEPT;
 void treemla_build_init(treemla_build* build, size_t size) TREEMLA_NOEXCEPT;
@@ -483,6 +527,8 @@ void treemla_accept_init(treemla_accept* accept, size_t size) TREEMLA_NOEXCEPT;
 void treemla_accept_output_init(treemla_accept_output* output, size_t size) TREEMLA_NOEXCEPT;
 void treemla_compact_init(treemla_compact* compact, size_t size) TREEMLA_NOEXCEPT;
 void treemla_compact_output_init(treemla_compact_output* output, size_t size) TREEMLA_NOEXCEPT;
+void treemla_import_init(treemla_import* batch, size_t size) TREEMLA_NOEXCEPT;
+void treemla_import_output_init(treemla_import_output* output, size_t size) TREEMLA_NOEXCEPT;
 
 /* ---- case files ---------------------------------------------------------------------------------------- */
 

@@ -7,6 +7,7 @@
 #include "treemla/compact.hpp"
 #include "treemla/dtype.hpp"
 #include "treemla/error.hpp"
+#include "treemla/import_batch.hpp"
 #include "treemla/problem.hpp"
 #include "treemla/tree.hpp"
 #include "treemla/tree_run.hpp"

@@ -11,6 +11,7 @@
 #include "treemla/accept.hpp"
 #include "treemla/build.hpp"
 #include "treemla/compact.hpp"
+#include "treemla/import_batch.hpp"
 #include "treemla/tree.hpp"
 
 namespace treemla::python {
@@ -438,6 +439,85 @@ void compact(const nb::dict& inputs, const nb::dict& outputs, const nb::list& la
   step.finish(p.b, check, [&](const TreeRun& run) { compact_cache(p, o, run); });
 }
 
+IndexType index_type(const Array& a) {
+  a.need_element({Element::kI32, Element::kI64});
+  return a.element == Element::kI64 ? IndexType::kI64 : IndexType::kI32;
+}
+
+ImportProblem bind_import(Step& step, int q_len, const std::string& layout, bool seq_len_has_tree) {
+  ImportProblem p;
+  const Array& table = step.need("token_table");
+  table.need_element({Element::kI32});
+  table.need_shape({-1, -1}, "[num_rows, row_width]");
+  if (table.shape[1] > 1 && table.strides[1] != 1)
+    fail("token_table", "token_table of shape " + table.shape_text() + " must have contiguous rows");
+  p.token_table = static_cast<const int32_t*>(table.data);
+  p.num_rows = table.shape[0];
+  p.row_width = table.shape[1];
+  p.row_stride = table.shape[0] > 1 ? table.strides[0] : table.shape[1];
+  const Array& index = step.need("row_index");
+  index.need_shape({-1}, "[b]");
+  index.need_compact();
+  p.b = extent(index, 0);
+  p.row_index = index.data;
+  p.row_index_type = index_type(index);
+  const Array& lengths = step.need("seq_len");
+  lengths.need_shape({p.b}, "[b]");
+  lengths.need_compact();
+  p.seq_len = lengths.data;
+  p.seq_len_type = index_type(lengths);
+  p.seq_len_has_tree = seq_len_has_tree;
+  p.q_len = q_len;
+  if (const Array* mask = step.find("mask")) {
+    mask->need_element({Element::kU8, Element::kBool});
+    mask->need_compact();
+    if (layout == "full") {
+      p.mask_layout = MaskLayout::kFull;
+    } else if (layout == "qlen_only") {
+      p.mask_layout = MaskLayout::kQlenOnly;
+    } else {
+      fail("mask_layout", "mask_layout = \"" + layout + "\": must be full or qlen_only");
+    }
+    p.mask = static_cast<const uint8_t*>(mask->data);
+    p.mask_len = mask->size();
+  }
+  p.memory = step.memory();
+  return p;
+}
+
+std::size_t import_bytes(const nb::dict& inputs, int q_len, const std::string& layout, bool seq_len_has_tree,
+                         uintptr_t stream) {
+  const nb::dict none;
+  Step step(inputs, none, stream);
+  return import_workspace_bytes(bind_import(step, q_len, layout, seq_len_has_tree));
+}
+
+void import_arrays(const nb::dict& inputs, const nb::dict& outputs, int q_len, const std::string& layout,
+                   bool seq_len_has_tree, bool check, uintptr_t stream) {
+  Step step(inputs, outputs, stream);
+  const ImportProblem p = bind_import(step, q_len, layout, seq_len_has_tree);
+  ImportOutput o;
+  o.kv_len = step.ints("out_kv_len", {p.b}, "[b]");
+  if (const Array* pages = step.find("out_page_table")) {
+    pages->need_element({Element::kI32});
+    pages->need_shape({p.b, -1}, "[b, max_tokens]");
+    if (pages->shape[1] > 1 && pages->strides[1] != 1)
+      fail("out_page_table", "out_page_table of shape " + pages->shape_text() + " must have contiguous rows");
+    o.page_table = static_cast<int32_t*>(pages->data);
+    o.page_stride = p.b > 1 ? pages->strides[0] : pages->shape[1];
+    if (o.page_stride < pages->shape[1])
+      fail("out_page_table", "out_page_table of shape " + pages->shape_text() + " has rows that overlap");
+  }
+  if (const Array* bits = step.find("out_ancestor_bits")) {
+    bits->need_element({Element::kU32, Element::kI32});
+    bits->need_shape({int64_t{p.b} * q_len, -1}, "[b * q_len, words]");
+    bits->need_compact();
+    o.ancestor_bits = static_cast<uint32_t*>(bits->data);
+    o.words_per_row = extent(*bits, 1);
+  }
+  step.finish(p.b, check, [&](const TreeRun& run) { import_batch(p, o, run); });
+}
+
 }  // namespace
 
 void add_trees(nb::module_& m) {
@@ -449,6 +529,8 @@ void add_trees(nb::module_& m) {
   m.def("accept", &accept);
   m.def("compact_bytes", &compact_bytes);
   m.def("compact", &compact);
+  m.def("import_bytes", &import_bytes);
+  m.def("import_batch", &import_arrays);
   // One request, on the host: [q_len, words] -> [q_len].
   m.def("parents_from_bits", [](nb::handle bits, nb::handle out, int request) {
     const Array from(bits, "ancestor_bits", 0), to(out, "parents", 0);

@@ -1,8 +1,8 @@
 """TreeMLA: draft-tree verification attention for models with Multi-head Latent Attention.
 
 verify() and Planner attend draft trees to paged caches; build_tree() and its kin make trees, accept_path() walks them,
-compact_cache() keeps the accepted rows; record() writes calls to case files. Arrays come from NumPy, torch, CuPy, JAX, or
-whatever else speaks DLPack, on the host or on one NVIDIA GPU.
+compact_cache() keeps the accepted rows; import_batch() reads a serving engine's tables and masks; record() writes calls to case
+files. Arrays come from NumPy, torch, CuPy, JAX, or whatever else speaks DLPack, on the host or on one NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ._trees import (
     Accepted,
     Beam,
     Compacted,
+    Imported,
     Tree,
     accept_path,
     build_chain,
@@ -33,6 +34,7 @@ from ._trees import (
     build_tree_from_parents,
     compact_cache,
     expand_beam,
+    import_batch,
 )
 from ._verify import Backend, Planner, Verified, list_backends, verify, why_unsupported
 
@@ -45,6 +47,7 @@ __all__ = [
     "DeviceError",
     "Error",
     "FileAccessError",
+    "Imported",
     "InternalError",
     "InvalidArgument",
     "OutOfMemory",
@@ -61,6 +64,7 @@ __all__ = [
     "build_tree_from_parents",
     "compact_cache",
     "expand_beam",
+    "import_batch",
     "list_backends",
     "record",
     "verify",

@@ -78,4 +78,15 @@ def compact(
     stream: int,
     /,
 ) -> None: ...
+def import_bytes(inputs: dict[str, Any], q_len: int, layout: str, seq_len_has_tree: bool, stream: int, /) -> int: ...
+def import_batch(
+    inputs: dict[str, Any],
+    outputs: dict[str, Any],
+    q_len: int,
+    layout: str,
+    seq_len_has_tree: bool,
+    check: bool,
+    stream: int,
+    /,
+) -> None: ...
 def parents_from_bits(bits: Any, out: Any, request: int, /) -> None: ...

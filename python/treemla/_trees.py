@@ -1,4 +1,5 @@
-"""The steps around verification: build the tree, accept a path, compact the cache. docs/TREES.md tells them as one story."""
+"""The steps around verification: import an engine's batch, build the tree, accept a path, compact the cache. docs/TREES.md tells
+them as one story."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ __all__ = [
     "Accepted",
     "Beam",
     "Compacted",
+    "Imported",
     "Tree",
     "accept_path",
     "build_chain",
@@ -20,6 +22,7 @@ __all__ = [
     "build_tree_from_parents",
     "compact_cache",
     "expand_beam",
+    "import_batch",
 ]
 
 
@@ -425,3 +428,75 @@ def compact_cache(
             num_bytes = _core.compact_bytes(inputs, group, stacked, page_size, total_q, handle)
             _core.compact(inputs | _workspace(q_indptr, num_bytes), outputs, group, stacked, page_size, total_q, check, handle)
     return _finish(q_indptr, Compacted, out, made)
+
+
+class Imported(NamedTuple):
+    """An engine's batch as verify() takes it: kv_len, page_table (of page size 1) and tree."""
+
+    kv_len: Any  #: int32 [b] tree rows included; 0 for inert requests
+    page_table: Any  #: int32 [b, max_tokens] slots; entries past kv_len are whatever was there
+    ancestor_bits: Any  #: int32 [b * q_len, words], bit j of row i: node i sees node j
+
+
+def import_batch(
+    token_table: Any,
+    *,
+    row_index: Any,
+    seq_len: Any,
+    q_len: int = 1,
+    seq_len_has_tree: bool = False,
+    mask: Any = None,
+    mask_layout: str = "full",
+    max_tokens: int | None = None,
+    out: Imported | None = None,
+    check: bool = False,
+    stream: Any = None,
+) -> Imported:
+    """Gathers what a serving engine keeps about a batch: lengths, slots of every token, tree masks as ancestor bits.
+
+    On a GPU one kernel, which may be captured: nothing is read back.
+
+    Args:
+        token_table: int32 [num_rows, row_width], the slot of each token of each request the engine serves (SGLang:
+            req_to_token). Rows may be strided.
+        row_index: int32 or int64 [b], the batch's rows of it (SGLang: req_pool_indices).
+        seq_len: int32 or int64 [b] cached tokens.
+        q_len: tree nodes of every request.
+        seq_len_has_tree: seq_len counts the q_len tree rows; a request with fewer is padding and comes out inert. By
+            default they follow: kv_len = seq_len + q_len.
+        mask: uint8 or bool, nonzero = attend; None: chains, node i sees nodes 0..i. A request whose cells reach past its
+            end is padding too. The prefix is always seen.
+        mask_layout: "full": request after request q_len rows of kv_len cells (SGLang: FULL_MASK). "qlen_only": q_len
+            rows of q_len cells.
+        max_tokens: extent of the page table that is made: by default row_width.
+        out: an Imported of arrays to write into; what is None in it is made.
+        check: on a GPU, wait and raise for indices and lengths out of range. On the host that always raises.
+        stream: as in verify().
+    """
+    if _arrays.is_compiling():
+        from . import torch_ops
+
+        return torch_ops.compiled_import_batch(
+            token_table, row_index, seq_len, q_len, seq_len_has_tree, mask, mask_layout, max_tokens, out, check, stream
+        )
+    (b,) = _shape("row_index", row_index, 1, "[b]")
+    _, row_width = _shape("token_table", token_table, 2, "[num_rows, row_width]")
+    q_len = _arrays.index("q_len", q_len, 1)
+    if q_len > 2**20:
+        raise invalid("q_len", f"q_len = {q_len}: must be at most {2**20}")
+    max_tokens = row_width if max_tokens is None else _arrays.index("max_tokens", max_tokens)
+    inputs = _given(token_table=token_table, row_index=row_index, seq_len=seq_len, mask=mask)
+    with _arrays.device_guard(token_table, stream):
+        handle = _arrays.stream_handle(token_table, stream)
+        shapes = {
+            "kv_len": ((b,), "int32"),
+            "page_table": ((b, max_tokens), "int32"),
+            "ancestor_bits": ((b * q_len, -(-q_len // 32)), "int32"),
+        }
+        made = _outputs(token_table, Imported, out, shapes)
+        outputs = {f"out_{name}": array for name, array in made.items()}
+        num_bytes = _core.import_bytes(inputs, q_len, mask_layout, bool(seq_len_has_tree), handle)
+        _core.import_batch(
+            inputs | _workspace(token_table, num_bytes), outputs, q_len, mask_layout, bool(seq_len_has_tree), check, handle
+        )
+    return _finish(token_table, Imported, out, made)

@@ -4,7 +4,7 @@
     torch.ops.treemla.run           a run of a Planner, by its number
     torch.ops.treemla.verify_into, torch.ops.treemla.run_into    the same, writing into out and lse
     torch.ops.treemla.build_tree, build_tree_from_candidates, build_chain, build_tree_from_parents, expand_beam, accept_path
-    torch.ops.treemla.compact_cache    the same as the functions of these names; it writes the cache
+    torch.ops.treemla.import_batch, compact_cache    the same as the functions of these names; the last writes the cache
 
 treemla imports this itself: with torch, or when a call is first compiled. Shapes of results follow from shapes and numbers of
 the arguments alone, so the fake kernels read no tensor.
@@ -502,3 +502,50 @@ def compiled_compact_cache(
             page_indptr, page_indices, page_size, bool(check),
         )
     )  # fmt: skip
+
+
+@torch.library.custom_op("treemla::import_batch", mutates_args=())
+def import_batch_op(
+    token_table: Tensor,
+    row_index: Tensor,
+    seq_len: Tensor,
+    q_len: int,
+    seq_len_has_tree: bool,
+    mask: Optional[Tensor],
+    mask_layout: str,
+    max_tokens: int,
+    check: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(
+        _trees.import_batch(
+            token_table,
+            row_index=row_index,
+            seq_len=seq_len,
+            q_len=q_len,
+            seq_len_has_tree=seq_len_has_tree,
+            mask=mask,
+            mask_layout=mask_layout,
+            max_tokens=max_tokens,
+            check=check,
+        )
+    )
+
+
+@import_batch_op.register_fake
+def _import_batch_fake(token_table, row_index, seq_len, q_len, seq_len_has_tree, mask, mask_layout, max_tokens, check):
+    b = row_index.shape[0]
+    shapes = (b,), (b, max_tokens), (b * q_len, -(-q_len // 32))
+    return tuple(token_table.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+def compiled_import_batch(
+    token_table, row_index, seq_len, q_len, seq_len_has_tree, mask, mask_layout, max_tokens, out, check, stream
+):
+    """treemla.import_batch() as torch.compile sees it."""
+    _current(stream, out)
+    max_tokens = token_table.shape[1] if max_tokens is None else max_tokens
+    return _trees.Imported(
+        *torch.ops.treemla.import_batch(
+            token_table, row_index, seq_len, q_len, bool(seq_len_has_tree), mask, mask_layout, max_tokens, bool(check)
+        )
+    )

@@ -1,9 +1,10 @@
-// The C ABI of the tree steps: flat structs into those of build.hpp, accept.hpp and compact.hpp.
+// The C ABI of the tree steps: flat structs into those of build.hpp, accept.hpp, compact.hpp and import_batch.hpp.
 
 #include "api/c_abi.hpp"
 #include "treemla/accept.hpp"
 #include "treemla/build.hpp"
 #include "treemla/compact.hpp"
+#include "treemla/import_batch.hpp"
 
 using namespace treemla;
 using namespace treemla::c_abi;
@@ -16,6 +17,9 @@ static_assert(static_cast<int>(AcceptMethod::kGreedy) == TREEMLA_ACCEPT_GREEDY);
 static_assert(static_cast<int>(AcceptMethod::kDeterministic) == TREEMLA_ACCEPT_DETERMINISTIC);
 static_assert(static_cast<int>(AcceptMethod::kIndependent) == TREEMLA_ACCEPT_INDEPENDENT);
 static_assert(static_cast<int>(AcceptMethod::kWithoutReplacement) == TREEMLA_ACCEPT_WITHOUT_REPLACEMENT);
+static_assert(static_cast<int>(MaskLayout::kNone) == TREEMLA_MASK_LAYOUT_NONE);
+static_assert(static_cast<int>(MaskLayout::kFull) == TREEMLA_MASK_LAYOUT_FULL);
+static_assert(static_cast<int>(MaskLayout::kQlenOnly) == TREEMLA_MASK_LAYOUT_QLEN_ONLY);
 
 namespace {
 
@@ -143,6 +147,34 @@ CompactOutput to_cpp(const treemla_compact_output* output) {
   return {c.kv_len, c.freed_pages, c.num_freed};
 }
 
+ImportProblem to_cpp(const treemla_import* batch) {
+  const treemla_import c = read_struct("batch", batch);
+  check_reserved("batch", c.reserved);
+  ImportProblem p;
+  p.b = c.b;
+  p.q_len = c.q_len;
+  p.token_table = c.token_table;
+  p.num_rows = c.num_rows;
+  p.row_width = c.row_width;
+  p.row_stride = c.row_stride;
+  p.row_index = c.row_index;
+  p.row_index_type = static_cast<IndexType>(c.row_index_type);
+  p.seq_len = c.seq_len;
+  p.seq_len_type = static_cast<IndexType>(c.seq_len_type);
+  p.seq_len_has_tree = c.seq_len_has_tree != 0;
+  p.mask_layout = static_cast<MaskLayout>(c.mask_layout);
+  p.mask = c.mask;
+  p.mask_len = c.mask_len;
+  p.memory = static_cast<Memory>(c.memory);
+  return p;
+}
+
+ImportOutput to_cpp(const treemla_import_output* output) {
+  const treemla_import_output c = read_struct("output", output);
+  check_reserved("output", c.reserved);
+  return {c.kv_len, c.page_table, c.page_stride, c.ancestor_bits, c.words_per_row};
+}
+
 template <typename Problem, typename Query>
 treemla_status workspace_bytes(const Problem* problem, size_t* bytes, Query query) noexcept {
   return guarded([&] {
@@ -193,6 +225,15 @@ treemla_status treemla_compact_workspace_bytes(const treemla_compact* compact, s
   return workspace_bytes(compact, bytes, compact_workspace_bytes);
 }
 
+treemla_status treemla_import_batch(const treemla_import* batch, const treemla_import_output* output,
+                                    const treemla_tree_run* run) noexcept {
+  return guarded([&] { import_batch(to_cpp(batch), to_cpp(output), to_cpp(run)); });
+}
+
+treemla_status treemla_import_workspace_bytes(const treemla_import* batch, size_t* bytes) noexcept {
+  return workspace_bytes(batch, bytes, import_workspace_bytes);
+}
+
 void treemla_tree_run_init(treemla_tree_run* run, size_t size) noexcept {
   init_struct(run, size, treemla_tree_run{});
 }
@@ -230,4 +271,14 @@ void treemla_compact_init(treemla_compact* compact, size_t size) noexcept {
 
 void treemla_compact_output_init(treemla_compact_output* output, size_t size) noexcept {
   init_struct(output, size, treemla_compact_output{});
+}
+
+void treemla_import_init(treemla_import* batch, size_t size) noexcept {
+  treemla_import c = {};
+  c.q_len = 1;
+  init_struct(batch, size, c);
+}
+
+void treemla_import_output_init(treemla_import_output* output, size_t size) noexcept {
+  init_struct(output, size, treemla_import_output{});
 }

@@ -77,6 +77,18 @@ void compact_cache(const CompactProblem& problem, const CompactOutput& output, c
 #endif
 }
 
+void import_batch(const ImportProblem& problem, const ImportOutput& output, const TreeRun& run) {
+  check_import(problem, output);
+  if (problem.memory == Memory::kHost) return import_on_host(problem, output);
+#ifdef TREEMLA_HAS_CUDA
+  check_workspace(run, import_workspace_bytes(problem));
+  import_on_device(problem, output, run);
+#else
+  (void)run;
+  no_device();
+#endif
+}
+
 #ifdef TREEMLA_HAS_CUDA
 std::size_t build_workspace_bytes(const BuildProblem& problem) {
   return problem.memory == Memory::kHost ? 0 : device_build_bytes(problem);
@@ -90,6 +102,9 @@ std::size_t accept_workspace_bytes(const AcceptProblem& problem) {
 std::size_t compact_workspace_bytes(const CompactProblem& problem) {
   return problem.memory == Memory::kHost ? 0 : device_compact_bytes(problem);
 }
+std::size_t import_workspace_bytes(const ImportProblem& problem) {
+  return problem.memory == Memory::kHost ? 0 : device_import_bytes(problem);
+}
 void check_tree_run(const TreeRun& run, int b) {
   if (run.workspace) throw_device_tree_fault(run, b);
 }
@@ -98,6 +113,7 @@ std::size_t build_workspace_bytes(const BuildProblem&) { return 0; }
 std::size_t beam_workspace_bytes(const BeamProblem&) { return 0; }
 std::size_t accept_workspace_bytes(const AcceptProblem&) { return 0; }
 std::size_t compact_workspace_bytes(const CompactProblem&) { return 0; }
+std::size_t import_workspace_bytes(const ImportProblem&) { return 0; }
 void check_tree_run(const TreeRun&, int) {}
 #endif
 

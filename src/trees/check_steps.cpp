@@ -1,4 +1,4 @@
-// What the host can check of the arguments of build, accept and compact, wherever their arrays live; q_indptr, the one array that
+// What the host can check of the arguments of build, accept, compact and import, wherever their arrays live; q_indptr, the one array that
 // says how far the others reach, also by contents where it is on the host. Other contents are checked where they are used.
 
 #include <bit>
@@ -214,6 +214,37 @@ void check_compact(const CompactProblem& p, const CompactOutput& out) {
     for (int layer = 0; layer < p.num_layers && moves; ++layer)
       if (!p.layers[layer]) fail("layers", "layers[{}] is null", layer);
   }
+}
+
+void check_import(const ImportProblem& p, const ImportOutput& out) {
+  check_batch(p.b, p.memory);
+  check_range("q_len", p.q_len, 1, 1 << 20);
+  check_range("b * q_len", int64_t{p.b} * p.q_len, 0, kInt32Max);
+  check_range("num_rows", p.num_rows, 0, kInt32Max);
+  check_range("row_width", p.row_width, 0, kInt32Max);
+  check_stride("row_stride", p.row_stride, p.num_rows, p.row_width, 4);
+  check_enum("row_index_type", p.row_index_type, IndexType::kI64);
+  check_enum("seq_len_type", p.seq_len_type, IndexType::kI64);
+  check_enum("mask_layout", p.mask_layout, MaskLayout::kQlenOnly);
+  check_range("mask_len", p.mask_len, 0, std::numeric_limits<int64_t>::max() / 2);
+  check_pointer("token_table", p.token_table, p.b > 0 && out.page_table && p.num_rows > 0);
+  const auto check_index = [&](const char* argument, const void* pointer, IndexType type) {
+    if (type == IndexType::kI64)
+      return check_pointer(argument, static_cast<const int64_t*>(pointer), p.b > 0);
+    check_pointer(argument, static_cast<const int32_t*>(pointer), p.b > 0);
+  };
+  check_index("row_index", p.row_index, p.row_index_type);
+  check_index("seq_len", p.seq_len, p.seq_len_type);
+  check_pointer("mask", p.mask, p.mask_layout != MaskLayout::kNone && p.mask_len > 0);
+  check_pointer("output.kv_len", out.kv_len, false);
+  if (out.kv_len && out.kv_len == p.seq_len)
+    fail("output.kv_len", "output.kv_len must not be the array seq_len");
+  check_pointer("output.page_table", out.page_table, false);
+  check_stride("output.page_stride", out.page_table ? out.page_stride : 0, p.b, 0, 4);
+  check_range("output.page_stride", out.page_stride, 0, kInt32Max);
+  check_pointer("output.ancestor_bits", out.ancestor_bits, false);
+  if (out.ancestor_bits)
+    check_range("output.words_per_row", out.words_per_row, words_per_row(p.q_len), 1 << 20);
 }
 
 }  // namespace treemla

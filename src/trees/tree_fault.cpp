@@ -66,6 +66,13 @@ void throw_if_fault(FaultWord fault) {
     case TreeFault::kLayerPointer:
       fail("layers",
            "layers[{}] is null or not aligned to the unit that row_bytes and row_stride_bytes share", at);
+    case TreeFault::kRowIndex:
+      fail("row_index", "row_index[{}] = {} is outside the token table's [0, num_rows)", r, at);
+    case TreeFault::kSeqLen:
+      fail("seq_len",
+           "seq_len[{}] = {} must not be negative, and kv_len must fit a row of the token table and "
+           "page_stride",
+           r, at);
   }
   throw Error(ErrorCode::kInternal, "", fmt::format("fault word {:#x}", fault.word));
 }

@@ -30,6 +30,8 @@ enum class TreeFault : int {
   kAcceptIndex = 19,   // doesn't rise from the root within the request; position: place on the path
   kNumAccepted = 20,   // passes path_stride or q_len
   kLayerPointer = 21,  // misaligned or null; position: layer
+  kRowIndex = 22,      // outside the token table; position: the index
+  kSeqLen = 23,        // negative, or more than a row or the page table has room for; position: seq_len
 };
 
 // Zero is no fault: FaultWord{}. (No initialiser, so that it may lie in a GPU's shared memory.)

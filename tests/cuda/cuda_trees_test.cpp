@@ -593,6 +593,103 @@ TEST(GpuAccept, FaultsEndTheWalk) {
               HasSubstr("temperature["));
 }
 
+// ---- import ----
+
+struct ImportBatchOf {
+  int b, q_len, words;
+  Both<int32_t> table, row_index, kv_len, pages;
+  Both<int64_t> seq_len;
+  Both<uint8_t> mask;
+  Both<uint32_t> bits;
+  ImportProblem host, device;
+
+  ImportBatchOf(int b_, int q_len_, int64_t max_len, MaskLayout layout, uint32_t seed)
+      : b(b_), q_len(q_len_), words(words_per_row(q_len_)) {
+    std::mt19937 rng(seed);
+    const int64_t width = max_len + q_len, rows = b + 3;
+    for (int64_t i = 0; i < rows * width; ++i) table.host.push_back(static_cast<int32_t>(rng() >> 4));
+    for (int r = 0; r < b; ++r) {
+      row_index.host.push_back(static_cast<int32_t>(rng() % static_cast<unsigned>(rows)));
+      seq_len.host.push_back(r < 2 ? r : static_cast<int64_t>(rng() % static_cast<unsigned>(max_len + 1)));
+      const int64_t row = layout == MaskLayout::kFull ? seq_len.host.back() + q_len : q_len;
+      for (int64_t i = 0; i < row * q_len; ++i)
+        mask.host.push_back(rng() % 2 ? static_cast<uint8_t>(rng() | 1) : 0);
+    }
+    kv_len.host.assign(b, -9);
+    pages.host.assign(b * width, -9);
+    bits.host.assign(static_cast<std::size_t>(b) * q_len * words, 0xABu);
+    for (auto* a : {&table, &row_index, &kv_len, &pages}) a->upload();
+    seq_len.upload();
+    mask.upload();
+    bits.upload();
+    host.b = b;
+    host.q_len = q_len;
+    host.num_rows = rows;
+    host.row_width = width;
+    host.seq_len_type = IndexType::kI64;
+    host.mask_layout = layout;
+    host.mask_len = static_cast<int64_t>(mask.host.size());
+    device = host;
+    device.memory = Memory::kDevice;
+    host.token_table = table.host.data(), device.token_table = table.device;
+    host.row_index = row_index.host.data(), device.row_index = row_index.device;
+    host.seq_len = seq_len.host.data(), device.seq_len = seq_len.device;
+    host.mask = mask.host.data(), device.mask = mask.device;
+  }
+  void run_both() {
+    const Workspace workspace(import_workspace_bytes(device));
+    import_batch(device, {kv_len.device, pages.device, host.row_width, bits.device, words}, workspace.run);
+    ASSERT_NO_THROW(check_tree_run(workspace.run, b));
+    import_batch(host, {kv_len.host.data(), pages.host.data(), host.row_width, bits.host.data(), words});
+    EXPECT_TRUE(same("kv_len", kv_len.download(), kv_len.host));
+    EXPECT_TRUE(same("page_table", pages.download(), pages.host));
+    EXPECT_TRUE(same("ancestor_bits", bits.download(), bits.host));
+  }
+};
+
+TEST(GpuImport, EqualsTheHost) {
+  SKIP_WITHOUT_GPU();
+  uint32_t seed = 1;
+  for (const int b : {1, 5, 300}) {
+    for (const int q_len : {1, 2, 9, 33, 64, 257}) {
+      for (const MaskLayout layout : {MaskLayout::kNone, MaskLayout::kFull, MaskLayout::kQlenOnly}) {
+        SCOPED_TRACE(testing::Message() << "seed " << seed << ", b " << b << ", q_len " << q_len
+                                        << ", layout " << static_cast<int>(layout));
+        ImportBatchOf batch(b, q_len, b > 5 ? 200 : 5000, layout, seed++);
+        batch.run_both();
+        batch.host.mask_len = batch.device.mask_len =
+            batch.host.mask_len * 2 / 3;  // the last requests become padding
+        batch.host.seq_len_has_tree = batch.device.seq_len_has_tree =
+            seed % 2 == 0 && layout != MaskLayout::kFull;
+        batch.run_both();
+      }
+    }
+  }
+}
+
+TEST(GpuImport, FaultsLeaveARequestInert) {
+  SKIP_WITHOUT_GPU();
+  const auto error_with = [](auto change) {
+    ImportBatchOf c(3, 9, 100, MaskLayout::kQlenOnly, 7);
+    change(c);
+    c.row_index.upload();
+    c.seq_len.upload();
+    const Workspace workspace(import_workspace_bytes(c.device));
+    import_batch(c.device, {c.kv_len.device, c.pages.device, c.host.row_width, c.bits.device, c.words},
+                 workspace.run);
+    const std::string error = error_of([&] { check_tree_run(workspace.run, 3); });
+    EXPECT_EQ(c.kv_len.download()[1], 0);
+    EXPECT_EQ(c.kv_len.download()[0], 9);
+    EXPECT_EQ(c.bits.download()[9], 0u);
+    return error;
+  };
+  using C = ImportBatchOf;
+  EXPECT_THAT(error_with([](C& c) { c.row_index.host[1] = 6; }), HasSubstr("row_index[1] = 6"));
+  EXPECT_THAT(error_with([](C& c) { c.row_index.host[1] = -1; }), HasSubstr("row_index[1] = -1"));
+  EXPECT_THAT(error_with([](C& c) { c.seq_len.host[1] = -5; }), HasSubstr("seq_len[1] = -5"));
+  EXPECT_THAT(error_with([](C& c) { c.seq_len.host[1] = 101; }), HasSubstr("seq_len[1] = 101"));
+}
+
 // ---- compact ----
 
 struct CompactBatch {

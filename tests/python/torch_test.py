@@ -94,6 +94,32 @@ def test_tree_operators_pass_opcheck(device):
     for layers, stacked in (([cache], True), (list(cache.clone()), False)):
         arguments = (indptr, ints(12, 9), path.accept_index, path.num_accepted, 16, table, None, None, 1, False)
         check(ops.compact_cache.default, (layers, stacked, *arguments), test_utils=some)
+    mask = torch.ones(2 * 81, dtype=torch.bool, device=device)
+    # Of page tables only the beginnings are written.
+    check(ops.import_batch.default, (table, ints(1, 0), ints(3, 0), 9, False, mask, "qlen_only", 20, False), test_utils=some)
+    check(ops.import_batch.default, (table, ints(1, 0).long(), ints(12, 9), 9, True, None, "full", 12, True), test_utils=some)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_engines_batch_inside_a_compiled_function(device):
+    table = torch.arange(60, dtype=torch.int32, device=device).view(3, 20)
+    rows, lens = torch.tensor([2, 0], device=device), torch.tensor([4, 0], device=device)
+    q, kv = torch.randn(6, 4, 576, device=device), torch.randn(60, 576, device=device)
+    mask = torch.tensor([1, 0, 0, 1, 1, 0, 1, 0, 1] * 2, dtype=torch.uint8, device=device)
+
+    def step(q, kv, lens):
+        batch = treemla.import_batch(table, row_index=rows, seq_len=lens, q_len=3, mask=mask, mask_layout="qlen_only")
+        indptr = torch.arange(0, 9, 3, dtype=torch.int32, device=device)
+        return treemla.verify(q, kv, q_indptr=indptr, kv_len=batch.kv_len, page_table=batch.page_table, page_size=1,
+                              tree=batch.ancestor_bits, sm_scale=0.1).out  # fmt: skip
+
+    want = step(q, kv, lens)
+    assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(q, kv, lens), want)
+    with pytest.raises(Exception, match="out"):
+        made = treemla.import_batch(table, row_index=rows, seq_len=lens)
+        torch.compile(
+            lambda: treemla.import_batch(table, row_index=rows, seq_len=lens, out=made), backend="aot_eager", fullgraph=True
+        )()
 
 
 # What inductor compiles for a GPU is loaded by a C program of Triton's.

@@ -275,3 +275,71 @@ def test_random_nonsense(random_value, seed):
             refused += 1
             assert "\n" not in str(error)
     assert refused > 20
+
+
+# ---- an engine's batch ----
+
+
+def engine_batch(q_len=9, seed=2):
+    """A token table of more requests than the batch has, prefixes of 0 and 1 among them, random trees in both mask layouts."""
+    rng = np.random.default_rng(seed)
+    prefixes = np.array([0, 1, 40, 7])
+    table = rng.integers(0, 10**6, (7, 60 + q_len)).astype(np.int32)
+    rows = rng.permutation(7)[:4]
+    sees = np.zeros((4, q_len, q_len), bool)
+    for tree in sees:
+        for i in range(q_len):
+            if i:
+                tree[i] = tree[rng.integers(0, i)]
+            tree[i, i] = True
+    full = np.concatenate([np.concatenate([np.ones((q_len, n), bool), s], 1).reshape(-1) for n, s in zip(prefixes, sees)])
+    return table, rows, prefixes, sees, full
+
+
+@pytest.mark.parametrize("q_len", [1, 9, 33])
+@pytest.mark.parametrize("layout", ["full", "qlen_only", None])
+@pytest.mark.parametrize("index", [np.int32, np.int64])
+def test_an_engines_batch(q_len, layout, index):
+    table, rows, prefixes, sees, full = engine_batch(q_len)
+    masks = {"full": full, "qlen_only": sees.reshape(-1).astype(np.uint8), None: None}
+    padded = np.zeros((7, 2 * table.shape[1]), np.int32)  # rows with a stride
+    padded[:, : table.shape[1]] = table
+    got = treemla.import_batch(
+        padded[:, : table.shape[1]], row_index=rows.astype(index), seq_len=prefixes.astype(index), q_len=q_len,
+        mask=masks[layout], mask_layout=layout or "full",
+    )  # fmt: skip
+    assert got.kv_len.tolist() == (prefixes + q_len).tolist()
+    bits = np.unpackbits(got.ancestor_bits.view(np.uint8), axis=1, bitorder="little")[:, :q_len].reshape(4, q_len, q_len)
+    assert np.array_equal(bits, sees if layout else np.broadcast_to(np.tri(q_len), sees.shape))
+    for r, n in enumerate(got.kv_len):
+        assert np.array_equal(got.page_table[r, :n], table[rows[r], :n])
+
+
+def test_padding_of_an_engines_batch():
+    table, rows, prefixes, sees, full = engine_batch()
+    got = treemla.import_batch(table, row_index=rows, seq_len=np.array([0, 8, 9, 40]), q_len=9, seq_len_has_tree=True)
+    assert got.kv_len.tolist() == [0, 0, 9, 40] and not got.ancestor_bits[:18].any() and got.ancestor_bits[18:].all()
+    got = treemla.import_batch(table, row_index=rows, seq_len=prefixes, q_len=9, mask=full[: 9 * 9 + 9 * 10])
+    assert got.kv_len.tolist() == [9, 10, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"row_index": np.array([0, 1, 9, 2])}, r"row_index\[2\] = 9 is outside"),
+        ({"seq_len": np.array([0, -1, 1, 2])}, r"seq_len\[1\] = -1 must not be negative"),
+        ({"seq_len": np.array([0, 61, 1, 2])}, r"seq_len\[1\] = 61"),
+        ({"max_tokens": 20}, r"seq_len\[2\] = 40"),
+        ({"seq_len": np.zeros(3, np.int64)}, r"seq_len has shape \[3\]"),
+        ({"q_len": 0}, "q_len = 0: must be at least 1"),
+        ({"mask": np.ones(324, np.float32)}, "mask is float32"),
+        ({"mask": np.ones(324, bool), "mask_layout": "packed"}, 'mask_layout = "packed": must be full or qlen_only'),
+        ({"token_table": np.zeros((7, 69), np.int64)}, "token_table is int64"),
+    ],
+)
+def test_bad_engine_batches(changes, message):
+    table, rows, prefixes, _, _ = engine_batch()
+    good = {"token_table": table, "row_index": rows, "seq_len": prefixes, "q_len": 9}
+    treemla.import_batch(**good)
+    with pytest.raises(treemla.InvalidArgument, match=message):
+        treemla.import_batch(**(good | changes))

@@ -7,6 +7,7 @@
 #include "treemla/accept.hpp"
 #include "treemla/build.hpp"
 #include "treemla/compact.hpp"
+#include "treemla/import_batch.hpp"
 
 namespace treemla {
 
@@ -21,6 +22,9 @@ std::size_t device_accept_bytes(const AcceptProblem& problem);
 
 void compact_on_device(const CompactProblem& problem, const CompactOutput& output, const TreeRun& run);
 std::size_t device_compact_bytes(const CompactProblem& problem);
+
+void import_on_device(const ImportProblem& problem, const ImportOutput& output, const TreeRun& run);
+std::size_t device_import_bytes(const ImportProblem& problem);
 
 // Waits for the stream and throws the first request's fault, if any.
 void throw_device_tree_fault(const TreeRun& run, int b);
