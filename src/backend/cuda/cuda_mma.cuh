@@ -45,10 +45,10 @@ struct Worker {
   const KernelArgs& args;
   const CudaWorkItem& item;
   Ring& ring;
-  uint32_t smem, own;        // shared addresses: of the map, of what is the group's in it
-  int lane, quarter;         // of the columns: the warp's
-  int which;                 // group
-  int key_end, masked_from;  // keys of this item; tiles that reach past masked_from need the mask
+  uint32_t smem, own;          // shared addresses: of the map, of what is the group's in it
+  int lane, quarter;           // of the columns: the warp's
+  int which;                   // group
+  int key_end, last_unmasked;  // keys of this item; tiles that begin after last_unmasked need the mask
   uint32_t
       keys;  // address of this lane's row of a matrix of K in the ring: key l % 16, columns 8 * (l / 16) on
   // Lane l has pool row l % kCopied of this warp in tile l / kCopied of the window that is being copied, and what the page table says
@@ -69,10 +69,10 @@ struct Worker {
     which = warp / 4;
     own = smem + (group() == 0 ? kFirstOwnAt : kSecondOwnAt);
     key_end = item.key_end;
-    masked_from = item.prefix_len < key_end ? item.prefix_len : key_end;
+    last_unmasked = (item.prefix_len < key_end ? item.prefix_len : key_end) - C::kKeys;
     keys = smem + (lane & 15) * C::kKeyStride + (lane >> 4) * 16;
     // Kept in registers: else they are worked out again at every use, which takes longer.
-    asm("" : "+r"(smem), "+r"(own), "+r"(lane), "+r"(keys), "+r"(key_end), "+r"(masked_from));
+    asm("" : "+r"(smem), "+r"(own), "+r"(lane), "+r"(keys), "+r"(key_end), "+r"(last_unmasked));
   }
 
   __device__ __forceinline__ int group() const { return kGroup == kEither ? which : kGroup; }
@@ -480,7 +480,7 @@ struct Worker {
     x[1] = ((x[1] + v1.y) + (v2.y + v3.y)) * scale.y;
     x[2] = ((x[2] + v1.z) + (v2.z + v3.z)) * scale.x;
     x[3] = ((x[3] + v1.w) + (v2.w + v3.w)) * scale.y;
-    if (first_key + C::kKeys <= masked_from) return;
+    if (first_key <= last_unmasked) return;
     const unsigned hidden = hidden_bits(j, first_key);
 #pragma unroll
     for (int e = 0; e < 4; ++e)
@@ -780,18 +780,19 @@ struct Worker {
     else
       write_quads(to);
   }
-  __device__ __forceinline__ void write() const {
+  __device__ __forceinline__ void write() {
+    asm volatile("" : "+r"(lane), "+r"(quarter));
     sync_own();  // the last tile's shrink is used
     if (kTiles >= 4 || quarter < kTiles) finish_rows(state, quarter);
     if (kTiles > 4 && quarter == 0) finish_rows(load_fifth(), 4);
     sync_own();
-    const RowsPlace place = place_of_rows(args, item, C::kRows, C::kDv);
-    if (place.dtype == DType::kF32)
-      write_to(static_cast<float*>(place.to) + place.first);
-    else if (place.dtype == DType::kBF16)
-      write_to(static_cast<__nv_bfloat16*>(place.to) + place.first);
+    const DType dtype = dtype_of_rows(args, item);
+    if (dtype == DType::kF32)
+      write_to(place_of_rows<float>(args, item, C::kRows, C::kDv));
+    else if (dtype == DType::kBF16)
+      write_to(place_of_rows<__nv_bfloat16>(args, item, C::kRows, C::kDv));
     else
-      write_to(static_cast<__half*>(place.to) + place.first);
+      write_to(place_of_rows<__half>(args, item, C::kRows, C::kDv));
   }
 
   // Rope columns that the cache lacks are zeros, which no copy touches: in this warp's rows.
@@ -864,7 +865,7 @@ struct Worker {
       Fragment own = {}, own_fifth = {};
       if constexpr (kTiles > 0) score(own, own_fifth);
       if constexpr (kCopied > 0) copy(key + (C::kStages - 1) * C::kKeys, C::kStages - 1);
-      if (key + C::kKeys > masked_from) {
+      if (key > last_unmasked) {
         __syncthreads();  // everyone has scored
         if constexpr (kCopied > 0) clear_nonfinite();
         __syncthreads();

@@ -739,13 +739,13 @@ struct Accumulator {
         reinterpret_cast<const float(&)[kPanels][kSums]>(out), map.factors(), lane,
         item.row_end - item.row_begin};
     const int column = 256 * (first_panel / 2) + 128 * half + 64 * (first_panel % 2) + 16 * warp;
-    const RowsPlace place = place_of_rows(args, item, C::kRows, C::kDv);
-    if (place.dtype == DType::kF32)
-      writer.write(static_cast<float*>(place.to) + place.first + column);
-    else if (place.dtype == DType::kBF16)
-      writer.write(static_cast<__nv_bfloat16*>(place.to) + place.first + column);
+    const DType dtype = dtype_of_rows(args, item);
+    if (dtype == DType::kF32)
+      writer.write(place_of_rows<float>(args, item, C::kRows, C::kDv) + column);
+    else if (dtype == DType::kBF16)
+      writer.write(place_of_rows<__nv_bfloat16>(args, item, C::kRows, C::kDv) + column);
     else
-      writer.write(static_cast<__half*>(place.to) + place.first + column);
+      writer.write(place_of_rows<__half>(args, item, C::kRows, C::kDv) + column);
   }
 
   // ---- merge: of two CTAs each gets the other's sums of its half of the panels, and writes those ----

@@ -42,17 +42,16 @@ __device__ inline void store_any(void* data, DType t, int64_t i, float x) {
   }
 }
 
-// Where an item's rows go, at d_v elements a row: to the output, or to its partial.
-struct RowsPlace {
-  void* to;
-  DType dtype;
-  int64_t first;  // element of row 0
-};
-__device__ __forceinline__ RowsPlace place_of_rows(const KernelArgs& args, const CudaWorkItem& item,
-                                                   int rows_per_tile, int d_v) {
+// Where an item's rows of d_v elements go, to the output or to its partial, and of what dtype they are there.
+__device__ __forceinline__ DType dtype_of_rows(const KernelArgs& args, const CudaWorkItem& item) {
+  return item.partial >= 0 ? args.partial_dtype : args.out_dtype;
+}
+template <class To>
+__device__ __forceinline__ To* place_of_rows(const KernelArgs& args, const CudaWorkItem& item,
+                                             int rows_per_tile, int d_v) {
   if (item.partial >= 0)
-    return {args.partial_out, args.partial_dtype, static_cast<int64_t>(item.partial) * rows_per_tile * d_v};
-  return {args.out, args.out_dtype, (static_cast<int64_t>(item.q_begin) * args.h_q + item.row_begin) * d_v};
+    return static_cast<To*>(args.partial_out) + static_cast<int64_t>(item.partial) * rows_per_tile * d_v;
+  return static_cast<To*>(args.out) + (static_cast<int64_t>(item.q_begin) * args.h_q + item.row_begin) * d_v;
 }
 
 // kWidth consecutive elements of T, fetched by one load of up to 16 bytes (the address must be a multiple of its size).
