@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <random>
 #include <string>
@@ -13,6 +14,7 @@
 
 #include "treemla/error.hpp"
 #include "treemla/tree.hpp"
+#include "trees/import_plan.hpp"
 
 namespace treemla {
 namespace {
@@ -202,6 +204,38 @@ TEST(ImportBatch, Errors) {
               HasSubstr("seq_len[3] = 60"));
   EXPECT_THAT(with([](Batch&, ImportProblem& p, ImportOutput& out) { p.seq_len = out.kv_len; }),
               HasSubstr("must not be the array seq_len"));
+}
+
+// No length, however far from any that a request can have, moves a later request's mask to where none is.
+TEST(ImportBatch, LengthsOf64Bits) {
+  constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
+  for (const int q_len : {1, 3, 16, 64})
+    for (const int64_t length : {kHuge, kHuge - 1, int64_t{1} << 59, int64_t{1} << 32, int64_t{1} << 31,
+                                 (int64_t{1} << 31) - 1, -kHuge - 1, int64_t{-1} << 32}) {
+      SCOPED_TRACE(testing::Message() << "q_len " << q_len << ", length " << length);
+      Batch batch(9, q_len);
+      batch.seq_len64[0] = length;
+      ImportProblem p = batch.problem(MaskLayout::kFull);
+      p.seq_len = batch.seq_len64.data();
+      p.seq_len_type = IndexType::kI64;
+      for (const bool copies : {true, false}) {
+        ImportOutput out = batch.output();
+        if (!copies) out.page_table = nullptr;
+        EXPECT_THAT(error_of([&] { import_batch(p, out); }),
+                    HasSubstr(length < 0 ? "must not be negative" : "seq_len[0] = 2147483647"));
+      }
+      // What a device does with the requests after it.
+      FaultWord fault{};
+      const ImportRequest c = read_import_request(p, batch.output(), 1, full_mask_width(p, 0), fault);
+      EXPECT_TRUE(length < 0 || c.kv_len == 0);
+      EXPECT_GE(c.mask_at, 0);
+    }
+  Batch batch(9, 3);
+  batch.row_index64[1] = int64_t{1} << 40;
+  ImportProblem p = batch.problem(MaskLayout::kNone);
+  p.row_index = batch.row_index64.data();
+  p.row_index_type = IndexType::kI64;
+  EXPECT_THAT(error_of([&] { import_batch(p, batch.output()); }), HasSubstr("row_index[1] = 2147483647"));
 }
 
 TEST(ImportBatch, AnEmptyBatch) { import_batch({}, {}); }

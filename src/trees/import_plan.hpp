@@ -14,9 +14,14 @@ TREEMLA_HD inline int64_t read_index(const void* array, IndexType type, int r) {
                                  : static_cast<const int32_t*>(array)[r];
 }
 
-// Rows of request r's mask in the layout kFull, negative lengths as 0.
+// To the nearest int, which arithmetic in 64 bits can't overflow with, nor a fault's word.
+TREEMLA_HD inline int to_int(int64_t x) {
+  return static_cast<int>(x < INT32_MIN ? INT32_MIN : x > INT32_MAX ? INT32_MAX : x);
+}
+
+// Rows of request r's mask in the layout kFull, lengths that no request can have as the nearest.
 TREEMLA_HD inline int64_t full_mask_width(const ImportProblem& p, int r) {
-  const int64_t n = read_index(p.seq_len, p.seq_len_type, r);
+  const int64_t n = to_int(read_index(p.seq_len, p.seq_len_type, r));
   return (n > 0 ? n : 0) + (p.seq_len_has_tree ? 0 : p.q_len);
 }
 
@@ -31,20 +36,23 @@ struct ImportRequest {
 TREEMLA_HD inline ImportRequest read_import_request(const ImportProblem& p, const ImportOutput& out, int r,
                                                     int64_t widths_before, FaultWord& fault) {
   ImportRequest c;
-  const int64_t seq_len = read_index(p.seq_len, p.seq_len_type, r);
-  const int64_t kv_len = seq_len + (p.seq_len_has_tree ? 0 : p.q_len);
+  const int seq_len = to_int(read_index(p.seq_len, p.seq_len_type, r));
+  const int64_t kv_len = int64_t{seq_len} + (p.seq_len_has_tree ? 0 : p.q_len);
   const bool copies = out.page_table != nullptr;
-  if (seq_len < 0 || (copies && (kv_len > p.row_width || kv_len > out.page_stride)) || kv_len > INT32_MAX) {
-    fault = make_fault(TreeFault::kSeqLen, r, static_cast<int>(seq_len));
+  if (seq_len < 0 || seq_len == INT32_MAX || kv_len > INT32_MAX ||
+      (copies && (kv_len > p.row_width || kv_len > out.page_stride))) {
+    fault = make_fault(TreeFault::kSeqLen, r, seq_len);
     return c;
   }
   if (kv_len < p.q_len) return c;
   c.row = read_index(p.row_index, p.row_index_type, r);
   if (copies && (c.row < 0 || c.row >= p.num_rows)) {
-    fault = make_fault(TreeFault::kRowIndex, r, static_cast<int>(c.row));
+    fault = make_fault(TreeFault::kRowIndex, r, to_int(c.row));
+    c.row = 0;
     return c;
   }
   if (p.mask_layout == MaskLayout::kFull) {
+    if (widths_before > p.mask_len / p.q_len) return c;  // before a product that might overflow
     c.mask_row = kv_len;
     c.mask_at = p.q_len * widths_before + (kv_len - p.q_len);
   } else if (p.mask_layout == MaskLayout::kQlenOnly) {

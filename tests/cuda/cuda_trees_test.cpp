@@ -688,6 +688,17 @@ TEST(GpuImport, FaultsLeaveARequestInert) {
   EXPECT_THAT(error_with([](C& c) { c.row_index.host[1] = -1; }), HasSubstr("row_index[1] = -1"));
   EXPECT_THAT(error_with([](C& c) { c.seq_len.host[1] = -5; }), HasSubstr("seq_len[1] = -5"));
   EXPECT_THAT(error_with([](C& c) { c.seq_len.host[1] = 101; }), HasSubstr("seq_len[1] = 101"));
+  // In a full mask, whose requests lie where the lengths before them say.
+  for (const int64_t length : {int64_t{1} << 59, std::numeric_limits<int64_t>::max(), int64_t{-1} << 62}) {
+    ImportBatchOf c(3, 16, 100, MaskLayout::kFull, 8);
+    c.seq_len.host[0] = length;
+    c.seq_len.upload();
+    const Workspace workspace(import_workspace_bytes(c.device));
+    import_batch(c.device, {c.kv_len.device, c.pages.device, c.host.row_width, c.bits.device, c.words},
+                 workspace.run);
+    EXPECT_THAT(error_of([&] { check_tree_run(workspace.run, 3); }), HasSubstr("seq_len[0]"));
+    EXPECT_EQ(c.kv_len.download()[0], 0);
+  }
 }
 
 // ---- compact ----

@@ -144,7 +144,7 @@ struct KernelArgs {
   void* partial_out = nullptr;   // [num_slots, rows_per_tile, d_v], normalised
   float* partial_lse = nullptr;  // [num_slots, rows_per_tile]
   DType partial_dtype = DType::kF32;
-  int smem_keys = 0;             // cuda_naive: keys its shared memory has room for
+  int smem_keys = 0;  // cuda_naive: keys its shared memory has room for
   DevicePlanView plan;
 };
 static_assert(sizeof(KernelArgs) <= 4096, "kernel parameters");
