@@ -329,6 +329,8 @@ def test_padding_of_an_engines_batch():
         ({"row_index": np.array([0, 1, 9, 2])}, r"row_index\[2\] = 9 is outside"),
         ({"seq_len": np.array([0, -1, 1, 2])}, r"seq_len\[1\] = -1 must not be negative"),
         ({"seq_len": np.array([0, 61, 1, 2])}, r"seq_len\[1\] = 61"),
+        ({"seq_len": np.array([2**63 - 1, 3, 1, 2]), "mask": np.ones(64, bool)}, r"seq_len\[0\] = 2147483647"),
+        ({"seq_len": np.array([-(2**62), 3, 1, 2])}, r"seq_len\[0\] = -2147483648 must not be negative"),
         ({"max_tokens": 20}, r"seq_len\[2\] = 40"),
         ({"seq_len": np.zeros(3, np.int64)}, r"seq_len has shape \[3\]"),
         ({"q_len": 0}, "q_len = 0: must be at least 1"),
