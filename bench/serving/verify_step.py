@@ -1,7 +1,7 @@
 """The verify step as SGLang calls it, on the same tensors: its Triton backend and TreeMLA's.
 
     python bench/serving/verify_step.py --out verify_step.csv      # a GPU, with SGLang or its unpacked wheel importable
-    TRITON_INTERPRET=1 python bench/serving/verify_step.py --device cpu --tiny      # a dry run: outputs compared, no times
+    python bench/serving/verify_step.py --device cpu --tiny       # a dry run of TreeMLA's side: output compared, no times
 
 Both backends are the engine-facing classes, called as the engine's decode runner calls them at a replay: metadata outside the
 graph (init_forward_metadata_out_graph), then a captured graph of the in-graph metadata and the layers, each of which writes its K
@@ -272,7 +272,8 @@ def main() -> int:
             dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
             p = Problem(b, q_len, heads, prefix, args.device, dtype)
             want, pair = None, {}
-            for name, make in (("treemla", treemla_backend), ("triton", triton_backend)):
+            engines = {"treemla": treemla_backend} | ({"triton": triton_backend} if args.device == "cuda" else {})
+            for name, make in engines.items():
                 try:
                     row = measure(name, p, make, want, args)
                 except Exception as error:  # a shape that one of them can't run is a row, too

@@ -50,7 +50,7 @@ def _given(**arrays: Any) -> dict[str, Any]:
 def _shape(name: str, array: Any, ndim: int, symbols: str) -> tuple[int, ...]:
     shape = getattr(array, "shape", None)
     if shape is None or len(shape) != ndim:
-        what = type(array).__name__ if shape is None else f"of shape {list(shape)}"
+        what = "None" if array is None else type(array).__name__ if shape is None else f"of shape {list(shape)}"
         raise invalid(name, f"{name} is {what}: must be {symbols}")
     return tuple(int(extent) for extent in shape)
 
@@ -60,7 +60,8 @@ def _outputs(like: Any, made: type, out: Any, shapes: dict[str, tuple[tuple[int,
     given = {}
     if out is not None:
         if not isinstance(out, made):
-            raise invalid("out", f"out is {type(out).__name__}: must be a {made.__name__}")
+            article = "an" if made.__name__[0] in "AI" else "a"
+            raise invalid("out", f"out is {type(out).__name__}: must be {article} {made.__name__}")
         given = _given(**out._asdict())
     return {n: given[n] if n in given else _arrays.empty(like, shape, dtype) for n, (shape, dtype) in shapes.items()}
 
@@ -484,6 +485,9 @@ def import_batch(
     q_len = _arrays.index("q_len", q_len, 1)
     if q_len > 2**20:
         raise invalid("q_len", f"q_len = {q_len}: must be at most {2**20}")
+    if not isinstance(mask_layout, str) or mask_layout not in ("full", "qlen_only"):
+        shown = f'"{mask_layout}"' if isinstance(mask_layout, str) else repr(mask_layout)
+        raise invalid("mask_layout", f"mask_layout = {shown}: must be full or qlen_only")
     max_tokens = row_width if max_tokens is None else _arrays.index("max_tokens", max_tokens)
     inputs = _given(token_table=token_table, row_index=row_index, seq_len=seq_len, mask=mask)
     with _arrays.device_guard(token_table, stream):

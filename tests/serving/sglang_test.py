@@ -4,7 +4,9 @@ comes from a server's start is stood in for."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import types
+import weakref
 from importlib import metadata
 
 import numpy as np
@@ -28,8 +30,9 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode  # noqa: E402
 from sglang.srt.speculative.ngram_info import NgramVerifyInput  # noqa: E402
 
 import treemla  # noqa: E402
-from treemla.integrations import _sglang_backend  # noqa: E402
+from treemla.integrations import _plans, _sglang_backend  # noqa: E402
 from treemla.integrations import sglang as integration  # noqa: E402
+from treemla.integrations._versions import check_version  # noqa: E402
 
 CONTEXT = 400
 
@@ -38,8 +41,8 @@ class Server:
     """A model runner's worth of SGLang: its pools, two MLA layers, requests whose slots are shuffled, pages kept whole."""
 
     def __init__(
-        self, device, *, page_size=1, dtype=torch.float32, kv_dtype=None, heads=4, d_v=128, d_rope=64, k_scale=None, seed=0,
-        q_len=9, is_draft=False,
+        self, device, *, page_size=1, dtype=torch.float32, kv_dtype=None, heads=4, d_v=128, d_rope=64, seed=0, q_len=9,
+        is_draft=False,
     ):  # fmt: skip
         self.rng = np.random.default_rng(seed)
         torch.manual_seed(seed)
@@ -56,11 +59,6 @@ class Server:
         self.layers = torch.nn.ModuleList(
             RadixAttention(heads, self.d_qk, 0.1, 1, layer_id, v_head_dim=d_v) for layer_id in range(2)
         )
-        for layer in self.layers:
-            if k_scale is not None:
-                layer.k_scale = torch.tensor(k_scale, device=device)
-                layer.k_scale_float = k_scale
-        self.scale = k_scale or 1.0
         nan = torch.tensor([torch.nan], device=device).to(self.pool.dtype).view(self.pool.store_dtype)
         for buffer in self.pool.kv_buffer:  # what nobody wrote must not reach a result; slot 0 is the engine's dummy
             buffer[1:] = nan
@@ -145,9 +143,9 @@ class Server:
         for layer, (out, q) in enumerate(zip(outputs, queries)):
             begin = 0
             for r, (row, prefix, n) in enumerate(zip(rows, prefixes, q_lens)):
-                cached = self.cached(layer, self.slots_of(row, 0, prefix + n)) * self.scale
+                cached = self.cached(layer, self.slots_of(row, 0, prefix + n))
                 visible = np.concatenate([np.ones((n, prefix), bool), sees[r]], 1)
-                want, _ = attend(q[begin : begin + n], cached, visible, self.d_v, 0.1)
+                want, _ = attend(q[begin : begin + n], cached, visible, self.d_v, self.layers[layer].scaling)
                 assert_close(out[begin : begin + n], want, self.dtype)
                 begin += n
 
@@ -215,13 +213,22 @@ def test_the_tested_version_is_installed():
     assert metadata.version("sglang") in TESTED["sglang"]
 
 
-def test_another_version_is_refused_when_it_is_chosen(monkeypatch):
+@pytest.mark.parametrize(
+    "version, is_tested",
+    [("0.5.22", True), ("0.5.23.0", True), ("0.5.23.post1", True), ("0.5.23+cu130", True), ("0.5.23rc0", False),
+     ("0.5.22.dev3+gabc", False), ("0.5.23.1", False), ("0.5.21.post4", False), ("main", False)],
+)  # fmt: skip
+def test_which_versions_are_tested(monkeypatch, version, is_tested):
+    monkeypatch.delenv("TREEMLA_ANY_ENGINE_VERSION", raising=False)
+    monkeypatch.setattr("treemla.integrations._versions.metadata.version", lambda name: version)
+    assert (check_version("sglang") is None) == is_tested
+
+
+def test_another_version_is_refused_when_it_is_chosen(monkeypatch, caplog):
     monkeypatch.delenv("TREEMLA_ANY_ENGINE_VERSION", raising=False)
     monkeypatch.setattr("treemla.integrations._versions.metadata.version", lambda name: "0.4.9.post2")
-    with pytest.raises(
-        treemla.Unsupported, match=r"sglang = 0\.4\.9\.post2: treemla's backend is tested with sglang 0\.5\.22 to 0\.5\.23"
-    ):
-        integration.register()
+    integration.register()  # must not stop those who use another backend
+    assert "sglang = 0.4.9.post2: treemla's backend is tested with sglang 0.5.22 to 0.5.23" in caplog.text
     assert "treemla" in ATTENTION_BACKEND_CHOICES
     with pytest.raises(treemla.Unsupported, match="TREEMLA_ANY_ENGINE_VERSION=1"):
         attention_registry.ATTENTION_BACKENDS["treemla"](None)
@@ -276,9 +283,9 @@ def test_trees_eager(device, page_size, q_len, kind):
 
 
 @pytest.mark.parametrize("form", ["joined", "split"])
-@pytest.mark.parametrize("kv_dtype, k_scale", [(torch.bfloat16, None), (torch.float8_e4m3fn, None), (torch.float8_e4m3fn, 0.25)])
-def test_caches(device, kv_dtype, k_scale, form):
-    server = Server(device, dtype=torch.bfloat16, kv_dtype=kv_dtype, k_scale=k_scale, d_v=512, heads=8, page_size=16)
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_caches(device, kv_dtype, form):
+    server = Server(device, dtype=torch.bfloat16, kv_dtype=kv_dtype, d_v=512, heads=8, page_size=16)
     if form == "split":
         server.pool.set_mla_kv_buffer = None  # compiled: the backend joins the parts
     prefixes = [200, 1, 0]
@@ -289,26 +296,48 @@ def test_caches(device, kv_dtype, k_scale, form):
     backend.init_forward_metadata(batch)
     outputs, queries = server.run(backend, batch, 27, form)
     server.check(outputs, queries, rows, prefixes, [9] * 3, sees)
-    # What the layers stored is k / k_scale.
-    stored = server.cached(1, batch.out_cache_loc)
-    assert torch.isfinite(stored).all() and stored.std() > 0.9 / server.scale / 1.2
+    stored = server.cached(1, batch.out_cache_loc)  # what the layer stored is k
+    assert torch.isfinite(stored).all() and 0.75 < stored.std() < 1.25
 
 
 def test_layers_with_different_scales(device):
-    server = Server(device, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, d_v=512, k_scale=0.5)  # as CUDA kernels take it
-    server.layers[1].k_scale_float, server.layers[1].k_scale = 2.0, torch.tensor(2.0, device=device)
+    server = Server(device, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, d_v=512)  # as CUDA kernels take it
+    server.layers[1].scaling = 0.02
     rows = server.requests([50, 3])
     batch = verify_batch(server, rows, [50, 3], 9, dflash(None, 9))
     backend = server.backend()
     backend.init_forward_metadata(batch)
-    outputs, queries = server.run(backend, batch, 18)
-    for layer, scale in enumerate((0.5, 2.0)):
-        server.scale = scale
-        for r, (row, prefix) in enumerate(zip(rows, (50, 3))):
-            cached = server.cached(layer, server.slots_of(row, 0, prefix + 9)) * scale
-            visible = np.concatenate([np.ones((9, prefix), bool), chain(9)], 1)
-            want, _ = attend(queries[layer][9 * r : 9 * r + 9], cached, visible, server.d_v, 0.1)
-            assert_close(outputs[layer][9 * r : 9 * r + 9], want, torch.bfloat16)
+    server.check(*server.run(backend, batch, 18), rows, [50, 3], [9] * 2, [chain(9)] * 2)
+
+
+def test_deterministic_inference_is_batch_invariant(device, monkeypatch):
+    deterministic = types.SimpleNamespace(enable_deterministic_inference=True)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_exec", lambda: types.SimpleNamespace(deterministic=deterministic))
+    server = Server(device)
+    asked = []
+    planner = _plans.Planner
+    monkeypatch.setattr(_plans, "Planner", lambda **options: asked.append(options["batch_invariant"]) or planner(**options))
+    prefixes = [300, 5, 77]
+    rows = server.requests(prefixes)
+    q, k = server.random(27, 4, server.d_qk), server.random(27, 1, server.d_qk)
+    backend = server.backend()
+
+    def run(begin, end):
+        batch = verify_batch(server, rows[begin:end], prefixes[begin:end], 9, dflash(None, 9))
+        backend.init_forward_metadata(batch)
+        part = slice(9 * begin, 9 * end)
+        return backend.forward_extend(q[part], k[part], k[part, :, : server.d_v], server.layers[0], batch)
+
+    together = run(0, 3)
+    assert torch.equal(together, torch.cat([run(r, r + 1) for r in range(3)]))
+    backend.init_cuda_graph_state(4, 36)
+    Graph(server, backend, ForwardMode.TARGET_VERIFY, 4, 9, dflash(None, 9))
+    assert len(asked) == 2 and all(asked)
+    deterministic.enable_deterministic_inference = False
+    backend = server.backend()
+    backend.init_cuda_graph_state(4, 36)
+    Graph(server, backend, ForwardMode.TARGET_VERIFY, 4, 9, dflash(None, 9))
+    assert asked[2:] == [False]
 
 
 @pytest.mark.parametrize("q_len", [1, 9])
@@ -513,6 +542,43 @@ def test_decode_and_draft_extend_in_graphs(device):
         assert all((out[9 * n :] == 0).all() for out in outputs)
 
 
+def test_a_size_captured_twice_keeps_both_graphs(device):
+    server = Server(device)
+    backend = server.backend()
+    backend.init_cuda_graph_state(2, 18)
+    first = Graph(server, backend, ForwardMode.TARGET_VERIFY, 2, 9, dflash(None, 9))
+    plans = weakref.ref(backend.forward_metadata.plans)
+    second = Graph(server, backend, ForwardMode.TARGET_VERIFY, 2, 9, dflash(None, 9))
+    gc.collect()
+    assert plans() is not None and plans() is not backend.forward_metadata.plans
+    for graph, prefixes in ((first, [40, 2]), (second, [7, 90]), (first, [1, 1])):
+        rows = server.requests(prefixes)
+        loc = torch.cat([server.slots_of(row, p, p + 9) for row, p in zip(rows, prefixes)])
+        outputs, queries = graph.replay(rows, prefixes, loc, dflash(None, 9))
+        server.check(outputs, queries, rows, prefixes, [9] * 2, [chain(9)] * 2)
+    backend.init_cuda_graph_state(2, 18)
+    backend.forward_metadata = None
+    gc.collect()
+    assert plans() is None
+
+
+def test_a_mask_of_another_backends_layout(device):
+    """Our buffer says QLEN_ONLY; a mask that is neither in it nor of that size is FULL_MASK."""
+    server = Server(device)
+    backend = server.backend()
+    backend.init_cuda_graph_state(4, 36)
+    prefixes = [30, 4]
+    rows = server.requests(prefixes)
+    sees = [sees_of(random_parents(server.rng, 9)) for _ in rows]
+    exact = torch.from_numpy(np.concatenate([s.reshape(-1) for s in sees])).to(device)
+    for mask in (full_mask(sees, prefixes, device), exact):
+        batch = verify_batch(server, rows, prefixes, 9, eagle(mask, 9))
+        backend.init_forward_metadata(batch)
+        server.check(*server.run(backend, batch, 18), rows, prefixes, [9] * 2, sees)
+        backend.update_verify_buffers_to_fill_after_draft(batch.spec_info, None)
+        server.check(*server.run(backend, batch, 18), rows, prefixes, [9] * 2, sees)
+
+
 def test_a_mask_that_comes_after_the_metadata(device):
     server = Server(device)
     backend = server.backend()
@@ -548,6 +614,31 @@ def test_one_verify_call_is_recorded(device, monkeypatch, tmp_path):
     assert np.isfinite(case["kv"]).all()
 
 
+def test_captures_and_their_warm_up_are_not_recorded(device, monkeypatch, tmp_path):
+    monkeypatch.setenv("TREEMLA_RECORD", str(tmp_path / "calls"))
+    server = Server(device)
+    backend = server.backend()
+    backend.init_cuda_graph_state(2, 18)
+    Graph(server, backend, ForwardMode.TARGET_VERIFY, 2, 9, dflash(None, 9))
+    assert backend._recorder.seen == 0 and not (tmp_path / "calls").exists()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), treemla.Unsupported("no"), OSError(28, "No space left on device")])
+def test_what_cannot_be_recorded_is_a_warning(monkeypatch, tmp_path, caplog, error):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setenv("TREEMLA_RECORD", str(tmp_path))
+    monkeypatch.setattr("treemla._record._record", fail)
+    server = Server("cpu")
+    backend = server.backend()
+    rows = server.requests([4])
+    batch = verify_batch(server, rows, [4], 9, dflash(None, 9))
+    backend.init_forward_metadata(batch)
+    server.check(*server.run(backend, batch, 9), rows, [4], [9], [chain(9)])
+    assert f"layer0_call0.kdtr was not written: {error}" in caplog.text
+
+
 def test_a_recorder_that_makes_no_sense(monkeypatch):
     monkeypatch.setenv("TREEMLA_RECORD", "calls,layers=1")
     with pytest.raises(treemla.InvalidArgument, match=r"TREEMLA_RECORD = 'calls,layers=1': must be FOLDER\[,layer=L\]"):
@@ -571,6 +662,10 @@ def test_what_the_backend_lacks_is_said_at_the_start():
         server = Server("cpu")
         server.runner.kv_cache_dtype = torch.float8_e5m2
         server.backend()
+    with refused("k_scale"):
+        server = Server("cpu", dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
+        server.layers[1].k_scale, server.layers[1].k_scale_float = torch.tensor(0.25), 0.25
+        server.backend()
 
 
 def test_layers_that_are_refused():
@@ -583,6 +678,11 @@ def test_layers_that_are_refused():
     layer = server.layers[0]
     with refused("sinks"):
         backend.forward_extend(q, k, k, layer, batch, sinks=torch.zeros(4))
+    layer.k_scale, layer.k_scale_float = torch.tensor(0.25), 0.25
+    with refused("k_scale"):
+        backend.forward_extend(q, k, k, layer, batch)
+    layer.k_scale, layer.k_scale_float = torch.tensor(1.0), 1.0
+    backend.forward_extend(q, k, k, layer, batch)
     layer.logit_cap = 30.0
     with refused("logit_cap"):
         backend.forward_extend(q, k, k, layer, batch)
@@ -612,6 +712,19 @@ def test_k_and_v_for_each_head_go_to_the_fallback(monkeypatch):
         for layer in wide:
             assert torch.equal(backend.forward_extend(q, q, v, layer, batch, save_kv_cache=False), q[..., :128])
         assert calls == [batch, (0, False), (1, False)]
+
+
+def test_ragged_verification_is_refused():
+    server = Server("cpu")
+    rows = server.requests([4])
+    spec_info = dflash(None, 9)
+    spec_info.ragged_verify_layout = object()
+    backend = server.backend()
+    backend.init_cuda_graph_state(1, 9)
+    with refused("ragged_verify_layout"):
+        backend.init_forward_metadata(verify_batch(server, rows, [4], 9, spec_info))
+    with refused("ragged_verify_layout"):
+        backend.init_forward_metadata_out_graph(verify_batch(server, rows, [4], 9, spec_info), in_capture=True)
 
 
 def test_steps_of_the_draft_loop_are_refused():

@@ -3,6 +3,7 @@ model, and compiled operators are stood in for."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import types
 from importlib import metadata
@@ -21,11 +22,13 @@ if not any(importlib.util.find_spec(name) for name in ("vllm._C", "vllm._C_stabl
     # A GPU's platform asks its compiled operators what they can do. Of none of them is anything tested here.
     vllm.platforms._current_platform = UnspecifiedPlatform()
 
+from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.model_executor.layers.attention import mla_attention  # noqa: E402
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 
 import treemla  # noqa: E402
+from treemla.integrations import _vllm_backend  # noqa: E402
 from treemla.integrations import vllm as integration  # noqa: E402
 
 D_V, D_ROPE, SCALE, MAX_BLOCKS = 512, 64, 0.05, 420
@@ -292,6 +295,20 @@ def test_captured_plans_follow_the_engines_buffers(device, monkeypatch):
         w.check(results, queries, [*seq_lens, *[0] * (4 - n)], [9] * 4)
 
 
+def test_plans_are_kept_of_captures_alone(monkeypatch):
+    """A step of an idle data-parallel rank builds a capture's metadata, too, while serving."""
+    w = Worker("cpu", monkeypatch)
+    w.fill([20] * 4, [9] * 4)
+    for _ in range(3):
+        idle = w.builder.build_for_cudagraph_capture(w.common(4, 36, 9))
+        w.forward(idle, w.queries(36))
+    assert w.builder._captured_plans == []
+    captured = w.builder.build_for_cudagraph_capture(w.common(4, 36, 9))
+    monkeypatch.setattr(_vllm_backend._arrays, "is_capturing", lambda _: True)
+    w.forward(captured, w.queries(36))
+    assert w.builder._captured_plans == [captured.decode.plans] and not captured.decode.records_update
+
+
 def test_prefills_keep_vllms_own_path(device, monkeypatch):
     w = Worker(device, monkeypatch)
     monkeypatch.setattr(mla_attention, "PIN_MEMORY", device == "cuda")
@@ -310,10 +327,21 @@ def test_one_verify_call_is_recorded(device, monkeypatch, tmp_path):
     for q_len, seq_lens in ((1, [5, 6]), (9, [20, 9]), (9, [31, 12]), (9, [50, 60])):
         w.fill(seq_lens, [q_len] * 2)
         w.forward(w.builder.build(0, w.common(2, 2 * q_len, q_len)), w.queries(2 * q_len))
+        w.forward(w.builder.build_for_cudagraph_capture(w.common(2, 2 * q_len, q_len)), w.queries(2 * q_len))  # no request's
     (path,) = tmp_path.iterdir()
     assert path.name == "layer1_call1.kdtr"
     case = pytest.importorskip("safetensors.numpy").load_file(path) if w.dtype != torch.bfloat16 else None
     assert case is None or case["kv_len"].tolist() == [31, 12]
+
+
+@pytest.mark.parametrize("mode, is_refused", [("FULL_AND_PIECEWISE", True), ("PIECEWISE", False), ("NONE", False)])
+def test_microbatches_in_full_graphs_are_refused(monkeypatch, mode, is_refused):
+    w = Worker("cpu", monkeypatch)
+    names = [layer.layer_name for layer in w.layers]
+    w.config.parallel_config.use_ubatching = True
+    w.config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
+    with pytest.raises(treemla.Unsupported, match="enable_dbo") if is_refused else contextlib.nullcontext():
+        type(w.builder)(types.SimpleNamespace(block_size=16), names, w.config, torch.device("cpu"))
 
 
 def test_what_the_impl_lacks(monkeypatch):

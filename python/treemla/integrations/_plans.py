@@ -25,8 +25,8 @@ class BatchPlans:
     memory. A captured graph has an object of its own: bound and planned before the capture, update() and run() recorded.
     """
 
-    def __init__(self, *, backend: str = "best"):
-        self._backend = backend
+    def __init__(self, *, backend: str = "best", batch_invariant: bool = False):
+        self._backend, self._batch_invariant = backend, batch_invariant
         self._planners: dict[Scales, Planner] = {}
         self._current: set[Scales] = set()  # planned for what is bound
         self._arrays: tuple[Any, Any] = (None, None)
@@ -42,7 +42,7 @@ class BatchPlans:
         """The planner for these scales, planned for what is bound."""
         planner = self._planners.get(scales)
         if planner is None:
-            planner = self._planners[scales] = Planner(backend=self._backend)
+            planner = self._planners[scales] = Planner(backend=self._backend, batch_invariant=self._batch_invariant)
         if scales not in self._current:
             q = q if self._arrays[0] is None else self._arrays[0]
             kv = kv if self._arrays[1] is None else self._arrays[1]

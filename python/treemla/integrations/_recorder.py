@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from .. import _arrays, _record
-from .._errors import Error, invalid
+from .._errors import invalid
 
 __all__ = ["VARIABLE", "VerifyRecorder"]
 
@@ -57,7 +57,7 @@ class VerifyRecorder:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             _record._record(recorder, path, problem, note)
-        except (Error, OSError) as error:
+        except Exception as error:
             logger.warning("%s: %s was not written: %s", VARIABLE, path, error)
             return
         self.path = path

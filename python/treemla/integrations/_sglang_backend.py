@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt import runtime_context
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask, tree_mask_numel
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -77,7 +78,7 @@ class TreeMLAAttnBackend(AttentionBackend):
 
     Raises:
         Unsupported: the runner asks for what the backend lacks: decode context parallelism, the unified memory pool, an fp8_e5m2
-            or packed cache.
+            or packed cache, layers with a k_scale other than 1.
     """
 
     # Lengths are read by kernels alone.
@@ -107,16 +108,20 @@ class TreeMLAAttnBackend(AttentionBackend):
             if isinstance(module, RadixAttention) and self._is_absorbed(module)
         ]
         self.num_heads = layers[0].tp_q_head_num if layers else config.num_attention_heads // get_parallel().attn_tp_size
+        for layer in layers:
+            self._refuse_k_scale(layer)
         self._scales = sorted({_scales_of(layer) for layer in layers})
         self._layer_id = layers[0].layer_id if layers else getattr(self.token_to_kv_pool, "start_layer", 0)
 
         self._runner = runner
         self._fallback: AttentionBackend | None = None  # made when a layer asks for it
         self._fallback_is_ready = False
-        self._eager_plans = BatchPlans()
+        self._batch_invariant = _is_deterministic()
+        self._eager_plans = BatchPlans(batch_invariant=self._batch_invariant)
         self._eager_buffers: _Buffers | None = None
         self._graph_buffers: _Buffers | None = None
         self._graphs: dict[tuple[str, int, int], _Batch] = {}
+        self._earlier_graphs: list[_Batch] = []  # of a size captured again, with and without LoRA say: both are replayed
         self._graph_q: torch.Tensor | None = None
         self._verify_mask: VerifyMask | None = None
         self._recorder = VerifyRecorder.from_environment()
@@ -198,7 +203,9 @@ class TreeMLAAttnBackend(AttentionBackend):
         inputs = self._import(forward_batch, imported, forward_batch.seq_lens, kind != "verify", q_len, with_mask=not in_capture)
         batch = self._graphs.get((kind, bs, q_len))
         if batch is None or in_capture:
-            batch = self._batch(bs, q_len, BatchPlans(), imported, kind == "verify")
+            if batch is not None:
+                self._earlier_graphs.append(batch)
+            batch = self._batch(bs, q_len, BatchPlans(batch_invariant=self._batch_invariant), imported, kind == "verify")
             tree = imported.ancestor_bits if kind == "verify" and q_len > 1 else "causal"
             self._bind(batch, self._graph_q[: bs * q_len], self._kv_buffer(self._layer_id), tree=tree)
             for scales in self._scales:
@@ -214,6 +221,13 @@ class TreeMLAAttnBackend(AttentionBackend):
 
     def _q_len(self, forward_batch: ForwardBatch) -> int:
         mode, spec_info = forward_batch.forward_mode, forward_batch.spec_info
+        if getattr(spec_info, "ragged_verify_layout", None) is not None:
+            raise make(
+                2,
+                "ragged_verify_layout",
+                "ragged_verify_layout is given: the treemla backend takes the same number of draft tokens of every request; "
+                "SGLANG_RAGGED_VERIFY_MODE must be static",
+            )
         if mode.is_decode_or_idle():
             if getattr(spec_info, "kv_indptr", None) is not None:
                 raise make(
@@ -234,7 +248,7 @@ class TreeMLAAttnBackend(AttentionBackend):
         bs = forward_batch.batch_size
         mask, layout = None, "full"
         if with_mask and q_len > 1 and forward_batch.forward_mode.is_target_verify():
-            mask, layout = self._mask_of(forward_batch.spec_info)
+            mask, layout = self._mask_of(forward_batch.spec_info, bs, q_len)
         inputs = forward_batch.req_pool_indices[:bs], seq_lens[:bs], has_tree
         import_batch(
             self.req_to_token, row_index=inputs[0], seq_len=inputs[1], q_len=q_len, seq_len_has_tree=has_tree, mask=mask,
@@ -242,7 +256,7 @@ class TreeMLAAttnBackend(AttentionBackend):
         )  # fmt: skip
         return inputs
 
-    def _mask_of(self, spec_info: Any) -> tuple[Any, str]:
+    def _mask_of(self, spec_info: Any, bs: int, q_len: int) -> tuple[Any, str]:
         """The tree mask of a verify input and its layout, which differs by who made it."""
         mask = getattr(spec_info, "custom_mask", None)
         if mask is None or mask.numel() == 0:
@@ -254,6 +268,9 @@ class TreeMLAAttnBackend(AttentionBackend):
             mode = TreeMaskMode.FULL_MASK if full else TreeMaskMode.QLEN_ONLY
         else:  # EAGLE and its kin build it in the layout of our buffer, or where there is none, in the default one
             mode = default_tree_mask_mode() if self._verify_mask is None else self._verify_mask.mode
+        is_ours = self._verify_mask is not None and mask.data_ptr() == self._verify_mask.buffer.data_ptr()
+        if mode == TreeMaskMode.QLEN_ONLY and not is_ours and mask.numel() != bs * q_len**2:
+            mode = TreeMaskMode.FULL_MASK  # of a backend beside ours, which has its own buffer
         return mask, _LAYOUTS[mode]
 
     def _batch(self, bs: int, q_len: int, plans: BatchPlans, imported: Imported, is_verify: bool) -> _Batch:
@@ -284,6 +301,7 @@ class TreeMLAAttnBackend(AttentionBackend):
         # Stands for the queries of every layer while graphs are planned, before there are any.
         self._graph_q = torch.zeros(max_num_tokens, self.num_heads, self.d_qk, dtype=self.q_dtype, device=self.device)
         self._graphs.clear()
+        self._earlier_graphs.clear()
         if self.num_draft_tokens and not self.is_draft_runner:
             # QLEN_ONLY: the engine then fills no mask over the prefix, which is hundreds of MB at long contexts.
             numel = tree_mask_numel(TreeMaskMode.QLEN_ONLY, max_bs, self.num_draft_tokens, self.max_context_len)
@@ -302,10 +320,10 @@ class TreeMLAAttnBackend(AttentionBackend):
         batch = self.forward_metadata
         if batch is None or not batch.is_verify or batch.q_len == 1:
             return
-        mask, layout = self._mask_of(spec_info)
+        row_index, seq_len, has_tree = batch.inputs
+        mask, layout = self._mask_of(spec_info, len(row_index), batch.q_len)
         if mask is None:
             return
-        row_index, seq_len, has_tree = batch.inputs
         import_batch(
             self.req_to_token, row_index=row_index, seq_len=seq_len, q_len=batch.q_len, seq_len_has_tree=has_tree, mask=mask,
             mask_layout=layout, out=batch.imported,
@@ -348,7 +366,9 @@ class TreeMLAAttnBackend(AttentionBackend):
         scales = _scales_of(layer)
         out = torch.empty(q.shape[0], heads * self.d_v, dtype=q.dtype, device=q.device)
         batch.plans.run(scales, q, kv, out=out.view(-1, heads, self.d_v))
-        if self._recorder is not None and batch.is_verify and self._recorder.wants(layer.layer_id, q):
+        # With a captured batch Python runs in the warm-up before the capture and during it: neither is a request's.
+        is_request = batch.is_verify and not batch.is_captured
+        if self._recorder is not None and is_request and self._recorder.wants(layer.layer_id, q):
             self._recorder.write(batch.plans.problem_of(scales, q, kv), "SGLang, TARGET_VERIFY")
         return out
 
@@ -358,6 +378,7 @@ class TreeMLAAttnBackend(AttentionBackend):
                 f"layer {layer.layer_id}: q of {layer.qk_head_dim} and v of {layer.v_head_dim} is not the absorbed form "
                 f"({self.d_qk} and {self.d_v})"
             )
+        self._refuse_k_scale(layer)
         if layer.logit_cap:
             raise make(2, "logit_cap", f"logit_cap = {layer.logit_cap} of layer {layer.layer_id}: must be 0")
         if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
@@ -366,12 +387,22 @@ class TreeMLAAttnBackend(AttentionBackend):
             if kwargs.get(name) is not None:
                 raise make(2, name, f"{name} of layer {layer.layer_id} is given: the treemla backend has none")
 
+    def _refuse_k_scale(self, layer: RadixAttention) -> None:
+        """SGLang's prefill without a cached prefix stores rows as they are, its backends store k / k_scale: in one cache they
+        can't be told apart."""
+        k_scale = layer.k_scale if layer.k_scale_float is None else layer.k_scale_float
+        if k_scale is not None and float(k_scale) != 1:
+            raise make(
+                2,
+                "k_scale",
+                f"k_scale = {float(k_scale)} of layer {layer.layer_id}: must be 1, since SGLang's prefill without a cached "
+                "prefix stores rows unscaled",
+            )
+
     def _save(self, layer: RadixAttention, forward_batch: ForwardBatch, k: Any, v: Any, k_rope: Any) -> None:
         loc = KVWriteLoc.for_batch(forward_batch)
         if k_rope is not None:
             k = torch.cat([k.reshape(-1, 1, self.d_v), k_rope.reshape(-1, 1, self.d_qk - self.d_v)], dim=-1)
-        if layer.k_scale is not None:
-            k = k / layer.k_scale
         self.token_to_kv_pool.set_kv_buffer(layer, loc, k, v)
 
     def _kv_buffer(self, layer_id: int) -> torch.Tensor:
@@ -390,6 +421,12 @@ class TreeMLAAttnBackend(AttentionBackend):
 
 
 def _scales_of(layer: RadixAttention) -> Scales:
-    """A cached row holds k / k_scale where the layer has one."""
-    k_scale = layer.k_scale if layer.k_scale_float is None else layer.k_scale_float
-    return Scales(float(layer.scaling), 1.0 if layer.k_scale is None else float(k_scale))
+    return Scales(float(layer.scaling), 1.0)
+
+
+def _is_deterministic() -> bool:
+    """Is --enable-deterministic-inference on? False where the engine can't say."""
+    try:
+        return bool(runtime_context.get_exec().deterministic.enable_deterministic_inference)
+    except (AttributeError, ValueError):  # no such setting; or no server that has one
+        return False

@@ -19,9 +19,15 @@ TESTED = {"sglang": ("0.5.22", "0.5.23"), "vllm": ("0.32.0", "0.33.0")}
 
 
 def _key(version: str) -> tuple[int, ...]:
-    """The numbers of a version; what follows them (post1, rc0, +cu130) is of no account."""
+    """The numbers of a version without zeros at their end. What follows them is of no account (post1, +cu130), but for what comes
+    before a release (rc0, dev3): () then, which is less than any release."""
     numbers = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(n) for n in numbers[0].split(".")) if numbers else ()
+    if numbers is None or re.search("[abc]|dev|pre", version.lower().partition("+")[0]):
+        return ()
+    key = [int(n) for n in numbers[0].split(".")]
+    while key and key[-1] == 0:
+        key.pop()
+    return tuple(key)
 
 
 def check_version(engine: str) -> Unsupported | None:

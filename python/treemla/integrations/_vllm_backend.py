@@ -36,6 +36,8 @@ __all__ = ["TreeMLABackend", "TreeMLAImpl", "TreeMLAMetadata", "TreeMLAMetadataB
 class TreeMLADecodeMetadata(MLACommonDecodeMetadata):
     plans: BatchPlans
     is_verify: bool = False  #: some request has more than one query token
+    #: The builder's list, where a capture was asked for, which may also be its warm-up or the step of an idle data-parallel rank.
+    captured_plans: list[BatchPlans] | None = None
     records_update: bool = False  #: the first layer puts update() into the graph that is being captured
 
 
@@ -52,6 +54,7 @@ class TreeMLAMetadataBuilder(MLACommonMetadataBuilder[TreeMLAMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, TreeMLAMetadata)
+        _refuse_microbatches_in_graphs(vllm_config)
         context = vllm_config.compilation_config.static_forward_context
         self._layers = [context[name] for name in layer_names]
         self._eager_plans = BatchPlans()
@@ -88,10 +91,10 @@ class TreeMLAMetadataBuilder(MLACommonMetadataBuilder[TreeMLAMetadata]):
         if self._is_capture:
             for scales in sorted({_scales_of(layer.impl, layer) for layer in self._layers}):
                 plans.plan(scales)
-            self._captured_plans.append(plans)
         return TreeMLADecodeMetadata(
-            block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device, plans, max_query_len > 1, self._is_capture
-        )
+            block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device, plans, max_query_len > 1,
+            self._captured_plans if self._is_capture else None, self._is_capture,
+        )  # fmt: skip
 
     def _stand_ins(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Of every layer's queries and cache, for a plan that is made before any layer runs."""
@@ -193,13 +196,29 @@ class TreeMLAImpl(MLACommonImpl[TreeMLAMetadata]):
         scales = _scales_of(self, layer)
         if decode.records_update and _arrays.is_capturing(q):
             decode.plans.update()
+            decode.captured_plans.append(decode.plans)
             decode.records_update = False
         out = torch.empty(*q.shape[:2], self.kv_lora_rank, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         decode.plans.run(scales, q, kv, out=out, lse=lse)
-        if self._recorder is not None and decode.is_verify and self._recorder.wants(extract_layer_index(layer.layer_name), q):
+        is_request = decode.is_verify and decode.captured_plans is None
+        if self._recorder is not None and is_request and self._recorder.wants(extract_layer_index(layer.layer_name), q):
             self._recorder.write(decode.plans.problem_of(scales, q, kv), "vLLM, verification")
         return out, lse
+
+
+def _refuse_microbatches_in_graphs(vllm_config: Any) -> None:
+    """Microbatches are captured by two threads into one graph, each with metadata of its own."""
+    if not getattr(vllm_config.parallel_config, "use_ubatching", False):
+        return
+    mode = getattr(vllm_config.compilation_config, "cudagraph_mode", None)
+    if mode is None or mode.has_full_cudagraphs():
+        raise make(
+            2,
+            "enable_dbo",
+            "enable_dbo or ubatch_size is set: the treemla backend runs no microbatches in full CUDA graphs; leave them unset, "
+            "or set cudagraph_mode to PIECEWISE or NONE",
+        )
 
 
 def _cache_of(cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:

@@ -5,11 +5,14 @@ register() is the entry point in the group `sglang.srt.plugins`; SGLang calls it
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from ._versions import check_version
 
 __all__ = ["NAME", "create_backend", "register"]
+
+logger = logging.getLogger(__name__)
 
 NAME = "treemla"
 
@@ -20,8 +23,8 @@ _is_hooked = False
 def register() -> None:
     """Makes `--attention-backend treemla`, and the same for prefill and decode alone, known to SGLang.
 
-    Raises:
-        Unsupported: this version of SGLang was not tested. The name is known then too, and raises the same when it is chosen.
+    With a version of SGLang that was not tested the name raises Unsupported when it is chosen, and a warning is logged: whoever
+    uses another backend should not be stopped.
     """
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
@@ -30,12 +33,13 @@ def register() -> None:
         add_attention_backend_choices([NAME])
     error = check_version("sglang")
     if error is not None:
+        logger.warning("%s", error)
 
         def refuse(runner: Any) -> None:
             raise error
 
         register_attention_backend(NAME)(refuse)
-        raise error
+        return
     register_attention_backend(NAME)(create_backend)
 
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
