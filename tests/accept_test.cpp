@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "core/convert.hpp"
+#include "error_of.hpp"
 #include "treemla/error.hpp"
 #include "treemla/tree.hpp"
 #include "trees/philox.hpp"
@@ -29,19 +30,6 @@ using Floats = std::vector<float>;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-
-template <typename Call>
-std::string error_of(const Call& call) {
-  try {
-    call();
-  } catch (const Error& e) {
-    EXPECT_EQ(e.code(), ErrorCode::kInvalidArgument);
-    EXPECT_THAT(std::string(e.what()), testing::Not(HasSubstr("\n")));
-    return e.argument() + ": " + e.what();
-  }
-  ADD_FAILURE() << "no Error was thrown";
-  return "";
-}
 
 struct Accepted {
   Ints accept_index, num_accepted, bonus_token, predicts;

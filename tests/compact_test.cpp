@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "error_of.hpp"
 #include "treemla/error.hpp"
 
 namespace treemla {
@@ -22,19 +23,6 @@ using testing::ElementsAre;
 using testing::HasSubstr;
 using Ints = std::vector<int32_t>;
 using Bytes = std::vector<unsigned char>;
-
-template <typename Call>
-std::string error_of(const Call& call) {
-  try {
-    call();
-  } catch (const Error& e) {
-    EXPECT_EQ(e.code(), ErrorCode::kInvalidArgument);
-    EXPECT_THAT(std::string(e.what()), testing::Not(HasSubstr("\n")));
-    return e.argument() + ": " + e.what();
-  }
-  ADD_FAILURE() << "no Error was thrown";
-  return "";
-}
 
 // A random batch over pages in random order; unused entries are poisoned.
 struct Cache {

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "error_of.hpp"
 #include "treemla/error.hpp"
 #include "treemla/tree.hpp"
 #include "trees/import_plan.hpp"
@@ -97,18 +98,6 @@ struct Batch {
       ASSERT_EQ(bits[static_cast<std::size_t>(r) * want.size() + i], active ? want[i] : 0) << i;
   }
 };
-
-template <typename Call>
-std::string error_of(const Call& call) {
-  try {
-    call();
-  } catch (const Error& e) {
-    EXPECT_EQ(e.code(), ErrorCode::kInvalidArgument);
-    return e.argument() + ": " + e.what();
-  }
-  ADD_FAILURE() << "no Error was thrown";
-  return "";
-}
 
 TEST(ImportBatch, EveryLayout) {
   for (const int q_len : {1, 2, 9, 32, 33, 64, 65}) {

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "error_of.hpp"
 #include "treemla/error.hpp"
 
 namespace treemla {
@@ -19,20 +20,6 @@ namespace {
 
 using testing::HasSubstr;
 using Ints = std::vector<int32_t>;
-
-// The text of the Error that `call` throws, after its code and argument.
-template <typename Call>
-std::string error_of(const Call& call) {
-  try {
-    call();
-  } catch (const Error& e) {
-    EXPECT_EQ(e.code(), ErrorCode::kInvalidArgument);
-    EXPECT_THAT(std::string(e.what()), testing::Not(HasSubstr("\n")));
-    return e.argument() + ": " + e.what();
-  }
-  ADD_FAILURE() << "no Error was thrown";
-  return "";
-}
 
 Ints random_tree(int q_len, uint32_t seed) {
   std::mt19937 rng(seed);
