@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "backend/cuda/cuda_check.hpp"
@@ -70,6 +71,13 @@ struct Launch {
   }
   Launch(const Launch&) = delete;
 };
+
+// Partials are means of cached values: is q's dtype sure to hold those?
+bool partials_fit(const VerifyProblem& p) {
+  constexpr double kMostE4M3 = 448, kMostF16 = 65504;
+  return p.q.dtype != DType::kF16 || p.kv.dtype == DType::kF16 ||
+         (p.kv.dtype == DType::kF8E4M3 && std::abs(p.kv.scale) * kMostE4M3 <= kMostF16);
+}
 
 // Clusters that the device holds at once.
 int max_clusters(const CudaInstance& k, const std::string& name) {
@@ -333,7 +341,8 @@ void CudaBackend::run(const BackendPlan& base, const VerifyProblem& p, const Ver
   a.out_dtype = o.out_dtype;
   a.lse = o.lse;
   a.partial_out = at<void>(workspace, plan.partial_out);
-  if (plan.kernel.narrow_partials && dtype_bytes(o.out_dtype) == 2) a.partial_dtype = p.q.dtype;
+  if (plan.kernel.narrow_partials && dtype_bytes(o.out_dtype) == 2 && partials_fit(p))
+    a.partial_dtype = p.q.dtype;
   a.partial_lse = at<float>(workspace, plan.partial_lse);
   a.smem_keys = plan.kernel.smem_keys;
   a.plan = plan.view(workspace);
