@@ -149,6 +149,29 @@ __device__ __forceinline__ uint32_t row_of_entry(const KernelArgs& args, const C
 
 // ---- copy: keys and queries to shared memory, by 128 threads, 8 a row, 16 bytes a thread ----
 
+// Rows first_row + 16 i of an item's queries, chunk of 16 bytes of each panel: by the 128 threads of a warpgroup.
+template <class C>
+__device__ __forceinline__ void copy_queries(const KernelArgs& args, const SharedMap<C>& map,
+                                             const CudaWorkItem& item, int first_row, int chunk) {
+#pragma unroll 1
+  for (int row = first_row; row < C::kRows; row += 16) {
+    const int packed = item.row_begin + row;
+    const bool ok = packed < item.row_end;
+    const char* from = static_cast<const char*>(args.q) + 16 * chunk;
+    if (ok) {
+      const int node = packed / args.h_q, head = packed - node * args.h_q;
+      from +=
+          2 * ((static_cast<int64_t>(item.q_begin) + node) * args.q_token_stride + head * args.q_head_stride);
+    }
+    const bool has_rope = ok && 8 * chunk < args.d_rope;
+#pragma unroll
+    for (int p = 0; p <= C::kPanels; ++p)
+      copy16(map.q_panel(p) + swizzled(row, chunk), from + (p < C::kPanels || has_rope ? 128 * p : 0),
+             p < C::kPanels ? ok : has_rope);
+  }
+  arrive_after_copies(map.q_full());
+}
+
 template <class C>
 struct Copier {
   const KernelArgs& args;
@@ -157,6 +180,7 @@ struct Copier {
   Ring<C::kStages> ring;
   Ring<C::kRopeStages> rope_ring;
   uint32_t q_round = 0;
+  bool has_begun = false;
   static constexpr int kKeyRows = C::kKeys / 16;
   // This thread's chunk of the first panel of its rows, and what the page table says of those of the next tile.
   const char* rows[kKeyRows];
@@ -206,26 +230,12 @@ struct Copier {
     ring.step();
     rope_ring.step();
   }
+  // Of this CTA's first keys they are on their way by now: see Accumulator.
   __device__ __forceinline__ void copy_queries(const CudaWorkItem& item) {
     wait_barrier(map.q_empty(), q_round ^ 1);
     q_round ^= 1;
-#pragma unroll 1
-    for (int row = first_row; row < C::kRows; row += 16) {
-      const int packed = item.row_begin + row;
-      const bool ok = packed < item.row_end;
-      const char* from = static_cast<const char*>(args.q) + 16 * chunk;
-      if (ok) {
-        const int node = packed / args.h_q, head = packed - node * args.h_q;
-        from += 2 * ((static_cast<int64_t>(item.q_begin) + node) * args.q_token_stride +
-                     head * args.q_head_stride);
-      }
-      const bool has_rope = ok && 8 * chunk < args.d_rope;
-#pragma unroll
-      for (int p = 0; p <= C::kPanels; ++p)
-        copy16(map.q_panel(p) + swizzled(row, chunk), from + (p < C::kPanels || has_rope ? 128 * p : 0),
-               p < C::kPanels ? ok : has_rope);
-    }
-    arrive_after_copies(map.q_full());
+    if (has_begun) treemla::wgmma::copy_queries(args, map, item, first_row, chunk);
+    has_begun = true;
   }
   __device__ __forceinline__ void run() {
     WorkList list(args.plan, worker<C>());
@@ -797,7 +807,18 @@ struct Accumulator {
     write<kShare, true>(item, rank * kShare);
   }
 
+  // The queries of this CTA's first keys: whoever copies those would come to them a microsecond later.
+  __device__ __forceinline__ void begin() const {
+    WorkList list(args.plan, worker<C>());
+    while (const CudaWorkItem* item = list.next()) {
+      const OwnKeys<C> keys(*item);
+      if (keys.begin == keys.end) continue;
+      copy_queries(args, map, *item, thread_of_group() / 8, thread_of_group() % 8);
+      return;
+    }
+  }
   __device__ __forceinline__ void run() {
+    if (half == 1) begin();
     WorkList list(args.plan, worker<C>());
     while (const CudaWorkItem* item = list.next()) {
       const OwnKeys<C> keys(*item);
