@@ -37,8 +37,8 @@ SplitParams random_params(std::mt19937_64& rng) {
   p.tile.rows_per_tile = 8 << (rng() % 6);
   p.tile.row_granularity = 1 << (rng() % 4);
   p.tile.keys_per_tile = 16 << (rng() % 4);
-  p.tile.row_cost = 1 + rng() % 4;
-  p.tile.load_cost = rng() % 100;
+  p.tile.row_cost = rng() % 5;
+  p.tile.load_cost = (p.tile.row_cost == 0) + rng() % 100;
   p.tile.pair_cost = rng() % 500;
   p.fixed_tiles = rng() % 2 ? 0 : 1 + rng() % 20;
   p.min_payload = rng() % 2 ? 0 : rng() % 5000;
@@ -130,6 +130,65 @@ TEST(SplitPlanTest, NoWorkerExceedsItsShareByMoreThanOneUnitAndItsPairs) {
     const int64_t unit = tile_cost(p.tile, p.tile.rows_per_tile) * std::max(1, p.fixed_tiles);
     EXPECT_LE(plan.max_worker_cost, worker_payload(p, plan.total_cost) + unit);
   }
+}
+
+// Kernels whose row tiles all take as long, and that know what merging costs.
+SplitParams even_params() {
+  SplitParams p;
+  p.h_q = 8;
+  p.num_workers = 132;
+  p.tile.rows_per_tile = p.tile.row_granularity = 72;
+  p.tile.row_cost = 0;
+  p.tile.load_cost = 240;
+  p.tile.pair_cost = 900;
+  p.tile.merge_cost = 300;
+  p.tile.piece_cost = 4;
+  return p;
+}
+
+TEST(SplitPlanTest, EvenPiecesAreOneAWorker) {
+  const SplitPlan plan =
+      make_split_plan(even_params(), std::vector<int32_t>(8, 9), std::vector<int32_t>(8, 1033));
+  EXPECT_EQ(plan.items.size(), 72);  // 17 key tiles a request: two of them at a time, on 9 workers
+  EXPECT_EQ(plan.busy_workers(), 72);
+  EXPECT_EQ(plan.max_worker_cost, 900 + 2 * 240);
+}
+
+TEST(SplitPlanTest, EvenPiecesAreTheShortestThatThereAreWorkersFor) {
+  std::mt19937_64 rng(14);
+  int even = 0;
+  for (int i = 0; i < 500; ++i) {
+    const Batch batch = random_batch(rng, 40, 5000);
+    const SplitParams p = even_params();
+    BatchCost cost;
+    for (size_t r = 0; r < batch.q_len.size(); ++r)
+      cost.add(request_cost(p, batch.q_len[r], batch.kv_len[r]));
+    const auto pieces = [&](int units) {
+      int64_t n = 0;
+      for (size_t r = 0; r < batch.q_len.size(); ++r) {
+        const RequestCost c = request_cost(p, batch.q_len[r], batch.kv_len[r]);
+        if (c.row_tiles > 0) n += pieces_of(c, units);
+      }
+      return n;
+    };
+    const EvenPieces found = find_even_pieces(p, cost, pieces);
+    if (cost.pairs == 0 || cost.pairs > p.num_workers) {
+      EXPECT_EQ(found.units, 0);
+      continue;
+    }
+    int least = 1;
+    while (pieces(least) > p.num_workers) ++least;
+    ASSERT_EQ(found.units, least) << "case " << i;
+    EXPECT_EQ(found.pieces, pieces(least));
+
+    const SplitPlan plan = make_split_plan(p, batch.q_len, batch.kv_len);
+    if (choose_layout(p, cost, found).units == 0) continue;
+    ++even;
+    EXPECT_EQ(plan.items.size(), static_cast<size_t>(found.pieces));
+    EXPECT_EQ(plan.busy_workers(), found.pieces);
+    EXPECT_LE(plan.max_worker_cost, p.tile.pair_cost + least * p.tile.load_cost);
+  }
+  EXPECT_GT(even, 100);
 }
 
 TEST(SplitPlanTest, UnevenLengthsAreBalanced) {

@@ -2,6 +2,7 @@
 // and `treemla plan` prints them for any card.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "plan/split.hpp"
@@ -304,18 +305,18 @@ struct WgmmaTile {
     t.keys_per_tile = kKeys;
     t.row_cost = 0;
     t.load_cost = cost(kv_dtype);
-    t.pair_cost = 300 + 9 * rows;
-    t.merge_cost = 300;
-    t.piece_cost = ceil_div(rows, 18);
-    t.cluster_cost = 500;
+    t.pair_cost = 300 + 11 * rows / 2;
+    t.merge_cost = 200;
+    t.piece_cost = rows > 32 ? rows / 24 : 0;
+    t.cluster_cost = 300;
     return t;
   }
 };
 
 // The compiled instances. Widest rows first: they make the most of each loaded key.
 inline constexpr WgmmaTile kWgmmaTiles[] = {
-    {512, 72, 2, 1, 240, 300, 510},  // 8 heads x 9 nodes
-    {512, 64, 2, 2, 215, 260, 450}, {512, 32, 2, 2, 205, 250, 440},
+    {512, 72, 2, 1, 232, 300, 510},  // 8 heads x 9 nodes
+    {512, 64, 2, 2, 208, 260, 450}, {512, 32, 2, 2, 205, 250, 440},
     {512, 16, 3, 1, 195},  // of FP8 rows the next tile's rope columns would need a place before these are scored
     {512, 8, 3, 3, 195, 210, 430},  // a decoded token of a TP8 rank
     {256, 64, 4, 4, 120, 150},      {256, 16, 5, 5, 120, 130},
@@ -341,18 +342,23 @@ inline WgmmaChoice choose_wgmma(int d_v, DType kv_dtype, int64_t requests, int64
   int64_t best_cost = 0;
   for (const WgmmaTile& t : kWgmmaTiles)
     for (const int cluster : {1, 2}) {
-      const TilePolicy policy = clustered(t.policy(kv_dtype), cluster);
-      if (t.d_v != d_v || policy.load_cost == 0) continue;
+      SplitParams split;
+      split.tile = clustered(t.policy(kv_dtype), cluster);
+      split.num_workers = num_sms >= cluster ? num_sms / cluster : 1;
+      if (t.d_v != d_v || split.tile.load_cost == 0) continue;
       const int64_t pairs = requests * ceil_div<int64_t>(rows, t.rows),
-                    units = ceil_div<int64_t>(keys, policy.keys_per_tile),
-                    pair = units * policy.load_cost + policy.pair_cost,
-                    workers = num_sms >= cluster ? num_sms / cluster : 1;
-      if (cluster > 1 && (!t.can_cluster(kv_dtype) || pairs > workers)) continue;
-      const int64_t whole = ceil_div<int64_t>(pairs, workers) * pair, share = pairs * pair / workers,
-                    payload = share > policy.load_cost ? share : policy.load_cost,
-                    cut = cut_cost(policy, pairs * pair, payload);
-      const int64_t cost =
-          (whole < cut || cluster > 1 ? whole : cut) + t.rows;  // narrower if they end together
+                    units = ceil_div<int64_t>(keys, split.tile.keys_per_tile),
+                    pair = units * split.tile.load_cost + split.tile.pair_cost;
+      const BatchCost batch = {pairs * pair,     pairs, pairs * units,
+                               requests * units, pair,  static_cast<int>(units)};
+      if (cluster > 1 && (!t.can_cluster(kv_dtype) || pairs > split.num_workers)) continue;
+      int64_t cost = whole_cost(split, batch);
+      if (cluster == 1 && batch.total > 0) {
+        cost = std::min(cost, cut_cost(split, batch));
+        const EvenPieces even = even_pieces_of_equal(split, batch);
+        if (even.units > 0) cost = std::min(cost, even_cost(split, even.units, even.pieces));
+      }
+      cost += t.rows;  // narrower if they end together
       if (best.tile == nullptr || cost < best_cost) {
         best = {&t, cluster};
         best_cost = cost;

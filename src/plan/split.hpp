@@ -13,8 +13,11 @@
 // results that `combine` merges. With fixed_tiles > 0 the units are instead chunks of fixed_tiles key tiles counted from
 // key 0, each with a partial of its own: the bits of a row then do not depend on what else is in the batch.
 //
-// Cutting costs as well: partial results are written, read and merged. Where whole pairs cost the slowest worker less than that, each pair
-// gets a piece of its own: pairs are then as long on the line as the longest of them, and pieces a multiple of it.
+// Cutting costs as well: partial results are written, read and merged, and a worker that ends one pair and begins another does both. So pairs
+// may lie on the line with gaps (PairLayout), whichever ends soonest:
+//
+//     whole     as long as the longest of them, and pieces a multiple of it: no pair is cut
+//     even      each a multiple of the pieces' length, so that no worker has parts of two
 //
 // The functions here are host and device code: a GPU derives its work from the same arithmetic inside a captured graph.
 #pragma once
@@ -53,6 +56,12 @@ struct SplitParams {
   int64_t min_payload = 0;  // least cost worth a worker of its own (balanced mode)
 };
 
+// How the pairs of a batch lie on the line; as it is made, one after another.
+struct PairLayout {
+  int64_t length = 0;  // whole: what each pair takes
+  int units = 0;       // even: of a piece
+};
+
 // One request on the line.
 struct RequestCost {
   int rows = 0;  // q_len * h_q, or 0 if the request is inert
@@ -62,7 +71,7 @@ struct RequestCost {
   int64_t full_unit = 0;    // cost of a unit of a full row tile
   int64_t last_unit = 0;    // of the last row tile, which may be narrower
   int64_t offset = 0;       // cost of a pair before its first unit
-  int64_t pair_length = 0;  // that every pair of the batch takes on the line; 0: what it costs
+  int64_t pair_length = 0;  // that each of its pairs takes on the line; 0: what it costs
   TREEMLA_HD int64_t unit_cost(int row_tile) const {
     return row_tile + 1 < row_tiles ? full_unit : last_unit;
   }
@@ -80,11 +89,11 @@ TREEMLA_HD inline int64_t tile_cost(const TilePolicy& t, int rows) {
   return t.load_cost + static_cast<int64_t>(round_up(rows, t.row_granularity)) * t.row_cost;
 }
 
-// pair_length: 0, or whole_pair_length() of the batch.
+// layout: choose_layout() of the batch.
 TREEMLA_HD inline RequestCost request_cost(const SplitParams& p, int q_len, int kv_len,
-                                           int64_t pair_length = 0) {
+                                           const PairLayout& layout = {}) {
   RequestCost c;
-  c.pair_length = pair_length;
+  c.pair_length = layout.length;
   if (q_len <= 0 || kv_len <= 0) return c;
   c.rows = q_len * p.h_q;
   c.row_tiles = ceil_div(c.rows, p.tile.rows_per_tile);
@@ -101,34 +110,109 @@ TREEMLA_HD inline RequestCost request_cost(const SplitParams& p, int q_len, int 
     c.last_unit = p.tile.pair_cost + c.last_unit * p.fixed_tiles;
     c.offset = 0;
   }
+  if (layout.units > 0) {
+    c.offset = 0;
+    c.pair_length = int64_t{ceil_div(c.units, layout.units)} * layout.units * c.full_unit;
+  }
   return c;
 }
 
 // Cost a worker takes on. Never below the largest unit, so that the workers of a pair are consecutive with none left out.
-TREEMLA_HD inline int64_t worker_payload(const SplitParams& p, int64_t total, int64_t pair_length = 0) {
-  if (pair_length > 0)
-    return ceil_div<int64_t>(ceil_div<int64_t>(total, pair_length), p.num_workers) * pair_length;
+TREEMLA_HD inline int64_t worker_payload(const SplitParams& p, int64_t total, const PairLayout& layout = {}) {
+  if (layout.length > 0)
+    return ceil_div<int64_t>(ceil_div<int64_t>(total, layout.length), p.num_workers) * layout.length;
   int64_t unit = tile_cost(p.tile, p.tile.rows_per_tile);
+  if (layout.units > 0) return layout.units * unit;
   if (p.fixed_tiles > 0) unit = p.tile.pair_cost + unit * p.fixed_tiles;
   int64_t payload = ceil_div<int64_t>(total, p.num_workers);
   if (p.fixed_tiles == 0 && payload < p.min_payload) payload = p.min_payload;
   return payload < unit ? unit : payload;
 }
 
-// When the last of the workers is done that a line of that length is cut among, in pieces of `payload`. Row tiles of the same keys then are
-// at different ones at a time, which caches like less.
-TREEMLA_HD inline int64_t cut_cost(const TilePolicy& t, int64_t total, int64_t payload) {
-  return payload + payload / 16 + t.pair_cost + t.merge_cost +
-         ceil_div<int64_t>(total, payload) * t.piece_cost;
+// What a layout is chosen by.
+struct BatchCost {
+  int64_t total = 0, pairs = 0, units = 0;  // of all pairs
+  int64_t distinct_units = 0;               // of all requests, whose row tiles have the same keys
+  int64_t largest = 0;                      // a pair's cost
+  int most_units = 0;                       // of a pair
+  TREEMLA_HD void add(const RequestCost& c) {
+    if (c.row_tiles == 0) return;
+    total += c.total();
+    pairs += c.row_tiles;
+    units += int64_t{c.row_tiles} * c.units;
+    distinct_units += c.units;
+    if (c.full_pair() > largest) largest = c.full_pair();
+    if (c.units > most_units) most_units = c.units;
+  }
+};
+
+// When the last worker is done, cut wherever that balances. Whoever ends one pair and begins another takes longer; and row tiles of the
+// same keys are at different ones at a time, so that a cache which can't hold all of them is read through more than once.
+TREEMLA_HD inline int64_t cut_cost(const SplitParams& p, const BatchCost& batch) {
+  constexpr int64_t kCachedKeys = 32768;
+  const int64_t payload = worker_payload(p, batch.total), unit = tile_cost(p.tile, p.tile.rows_per_tile);
+  const bool rereads =
+      batch.units > batch.distinct_units && batch.distinct_units * p.tile.keys_per_tile > kCachedKeys;
+  return ceil_div(payload, unit) * unit + (rereads ? payload / 10 : 0) + p.tile.pair_cost +
+         p.tile.merge_cost + 2 * p.tile.pair_cost * batch.pairs / p.num_workers +
+         ceil_div(batch.total, payload) * p.tile.piece_cost;
+}
+TREEMLA_HD inline int64_t whole_cost(const SplitParams& p, const BatchCost& batch) {
+  return ceil_div<int64_t>(batch.pairs, p.num_workers) * batch.largest;
+}
+// All of the workers end, and write, at the same time: measured as half a unit.
+TREEMLA_HD inline int64_t even_cost(const SplitParams& p, int units, int64_t pieces) {
+  const int64_t unit = tile_cost(p.tile, p.tile.rows_per_tile);
+  return p.tile.pair_cost + units * unit + unit / 2 + p.tile.merge_cost + pieces * p.tile.piece_cost;
+}
+TREEMLA_HD inline int64_t pieces_of(const RequestCost& c, int units) {
+  return int64_t{c.row_tiles} * ceil_div(c.units, units);
+}
+// Even pieces of the fewest units that there are workers for. 0: there are more pairs than workers, or kernels whose row tiles differ.
+struct EvenPieces {
+  int units = 0;
+  int64_t pieces = 0;
+};
+TREEMLA_HD inline bool can_cut_evenly(const SplitParams& p, const BatchCost& batch) {
+  return p.fixed_tiles == 0 && p.tile.row_cost == 0 && p.tile.merge_cost > 0 && batch.pairs > 0 &&
+         batch.pairs <= p.num_workers;
+}
+// pieces_of(units) says how many pieces of so many units the batch has.
+template <class PiecesOf>
+TREEMLA_HD inline EvenPieces find_even_pieces(const SplitParams& p, const BatchCost& batch,
+                                              const PiecesOf& pieces_of) {
+  if (!can_cut_evenly(p, batch)) return {};
+  // A pair has less than one piece more than its share.
+  const int64_t spare = p.num_workers - batch.pairs;
+  int low = static_cast<int>(ceil_div<int64_t>(batch.units, p.num_workers)), high = batch.most_units;
+  if (spare > 0 && batch.units / spare + 1 < high) high = static_cast<int>(batch.units / spare + 1);
+  while (low < high) {
+    const int middle = low + (high - low) / 2;
+    if (pieces_of(middle) <= p.num_workers)
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  return {low, pieces_of(low)};
+}
+// Of a batch whose pairs all have as many units.
+TREEMLA_HD inline EvenPieces even_pieces_of_equal(const SplitParams& p, const BatchCost& batch) {
+  if (!can_cut_evenly(p, batch)) return {};
+  const int units = ceil_div(batch.most_units, static_cast<int>(p.num_workers / batch.pairs));
+  return {units, batch.pairs * ceil_div(batch.most_units, units)};
 }
 
-// Length on the line that lets every worker have whole pairs, if that ends sooner than cutting them: else 0. Of a batch of `pairs` pairs
-// that cost `total`, and the costliest `largest`.
-TREEMLA_HD inline int64_t whole_pair_length(const SplitParams& p, int64_t total, int64_t pairs,
-                                            int64_t largest) {
-  if (p.fixed_tiles > 0 || p.tile.merge_cost == 0 || pairs == 0) return 0;
-  const int64_t payload = worker_payload(p, total), whole = ceil_div<int64_t>(pairs, p.num_workers) * largest;
-  return whole <= cut_cost(p.tile, total, payload) ? largest : 0;
+TREEMLA_HD inline PairLayout choose_layout(const SplitParams& p, const BatchCost& batch,
+                                           const EvenPieces& even) {
+  PairLayout layout;
+  if (p.fixed_tiles > 0 || p.tile.merge_cost == 0 || batch.pairs == 0) return layout;
+  const int64_t whole = whole_cost(p, batch), cut = cut_cost(p, batch),
+                other = even.units > 0 ? even_cost(p, even.units, even.pieces) : cut;
+  if (whole <= cut && whole <= other)
+    layout.length = batch.largest;
+  else if (even.units > 0 && other <= cut)
+    layout.units = even.units;
+  return layout;
 }
 
 struct UnitRange {

@@ -48,20 +48,28 @@ SplitPlan make_split_plan(const SplitParams& params, std::span<const int32_t> q_
                           std::span<const int32_t> kv_len) {
   SplitPlan plan;
   plan.params = params;
-  int64_t cost = 0, pairs = 0, largest = 0;
+  std::vector<RequestCost> costs;
+  BatchCost batch;
   for (size_t r = 0; r < q_len.size(); ++r) {
-    const RequestCost c = request_cost(params, q_len[r], kv_len[r]);
-    cost += c.total();
-    pairs += c.row_tiles;
-    if (c.row_tiles > 0) largest = std::max(largest, c.full_pair());
+    costs.push_back(request_cost(params, q_len[r], kv_len[r]));
+    batch.add(costs.back());
   }
-  const int64_t pair_length = whole_pair_length(params, cost, pairs, largest);
-  plan.total_cost = pair_length > 0 ? pairs * pair_length : cost;
-  const int64_t payload = worker_payload(params, plan.total_cost, pair_length);
+  const EvenPieces even = find_even_pieces(params, batch, [&](int units) {
+    int64_t pieces = 0;
+    for (const RequestCost& c : costs) pieces += c.row_tiles > 0 ? pieces_of(c, units) : 0;
+    return pieces;
+  });
+  const PairLayout layout = choose_layout(params, batch, even);
+  plan.total_cost = 0;
+  for (size_t r = 0; r < q_len.size(); ++r) {
+    costs[r] = request_cost(params, q_len[r], kv_len[r], layout);
+    plan.total_cost += costs[r].total();
+  }
+  const int64_t payload = worker_payload(params, plan.total_cost, layout);
 
   int64_t start = 0, unit_base = 0;
   for (size_t r = 0; r < q_len.size(); ++r) {
-    const RequestCost c = request_cost(params, q_len[r], kv_len[r], pair_length);
+    const RequestCost& c = costs[r];
     if (c.rows == 0 && q_len[r] > 0) plan.inert.push_back(static_cast<int>(r));
     for (int t = 0; t < c.row_tiles; ++t) {
       if (params.fixed_tiles > 0 && unit_base > INT32_MAX - c.units)

@@ -119,28 +119,42 @@ __device__ Sums exclusive_scan(const Sums& mine, Sums* warp_sums, Sums& total) {
 }
 
 // For all threads of the block.
-__device__ int64_t choose_pair_length(const PlanArgs& args, uint64_t* fault) {
+__device__ PairLayout choose_pair_layout(const PlanArgs& args, uint64_t* fault) {
   __shared__ BlockScratch scratch;
-  if (args.plan.params.tile.merge_cost == 0) return 0;
-  uint64_t total = 0, pairs = 0, largest = 0;
+  const SplitParams& params = args.plan.params;
+  if (params.tile.merge_cost == 0) return {};
+  BatchCost batch;
   for (int r = threadIdx.x; r < args.b; r += kPlanThreads) {
     const DeviceRequest d = read_request(args, r, fault);
-    const RequestCost cost = request_cost(args.plan.params, d.q_len, d.kv_len);
-    if (cost.row_tiles == 0) continue;
-    total += cost.total();
-    pairs += cost.row_tiles;
-    if (static_cast<uint64_t>(cost.full_pair()) > largest) largest = cost.full_pair();
+    batch.add(request_cost(params, d.q_len, d.kv_len));
   }
-  total = block_sum64(total, scratch);
-  pairs = block_sum64(pairs, scratch);
-  largest = block_max64(largest, scratch);
-  return whole_pair_length(args.plan.params, static_cast<int64_t>(total), static_cast<int64_t>(pairs),
-                           static_cast<int64_t>(largest));
+  const auto sum = [&](int64_t x) {
+    return static_cast<int64_t>(block_sum64(static_cast<uint64_t>(x), scratch));
+  };
+  const auto most = [&](int64_t x) {
+    return static_cast<int64_t>(block_max64(static_cast<uint64_t>(x), scratch));
+  };
+  batch.total = sum(batch.total);
+  batch.pairs = sum(batch.pairs);
+  batch.units = sum(batch.units);
+  batch.distinct_units = sum(batch.distinct_units);
+  batch.largest = most(batch.largest);
+  batch.most_units = static_cast<int>(most(batch.most_units));
+  const EvenPieces even = find_even_pieces(params, batch, [&](int units) {
+    int64_t pieces = 0;
+    for (int r = threadIdx.x; r < args.b; r += kPlanThreads) {
+      const DeviceRequest d = read_request(args, r, fault);
+      const RequestCost cost = request_cost(params, d.q_len, d.kv_len);
+      if (cost.row_tiles > 0) pieces += pieces_of(cost, units);
+    }
+    return sum(pieces);
+  });
+  return choose_layout(params, batch, even);
 }
 
 __device__ void lay_out_requests(const PlanArgs& args, uint64_t* fault) {
   __shared__ Sums warp_sums[kWarps];
-  const int64_t pair_length = choose_pair_length(args, fault);
+  const PairLayout layout = choose_pair_layout(args, fault);
   Sums base = {0, 0, 0, 0};
   for (int first = 0; first < args.b; first += kPlanThreads) {
     const int r = first + threadIdx.x;
@@ -148,7 +162,7 @@ __device__ void lay_out_requests(const PlanArgs& args, uint64_t* fault) {
     RequestCost cost;
     if (r < args.b) {
       d = read_request(args, r, fault);
-      cost = request_cost(args.plan.params, d.q_len, d.kv_len, pair_length);
+      cost = request_cost(args.plan.params, d.q_len, d.kv_len, layout);
     }
     const bool active = cost.row_tiles > 0;
     Sums total;
@@ -165,8 +179,8 @@ __device__ void lay_out_requests(const PlanArgs& args, uint64_t* fault) {
   }
   if (threadIdx.x == 0) {
     args.plan.header->total_cost = base.cost;
-    args.plan.header->payload = worker_payload(args.plan.params, base.cost, pair_length);
-    args.plan.header->pair_length = pair_length;
+    args.plan.header->payload = worker_payload(args.plan.params, base.cost, layout);
+    args.plan.header->layout = layout;
     args.plan.header->num_active = base.active;
     args.plan.header->num_merges = args.plan.header->num_inert = 0;
   }
@@ -261,7 +275,7 @@ __global__ void __launch_bounds__(kWorkThreads)
   if (block >= plan.header->num_active) return;
   const SplitParams& p = plan.params;
   const DeviceRequest request = plan.requests[block];
-  const RequestCost cost = request_cost(p, request.q_len, request.kv_len, plan.header->pair_length);
+  const RequestCost cost = request_cost(p, request.q_len, request.kv_len, plan.header->layout);
   for (int tile = static_cast<int>(threadIdx.x); tile < cost.row_tiles; tile += kWorkThreads) {
     MergeTile m;
     m.slots = partial_slots(p, cost, tile, request.start + cost.pair_start(tile), plan.header->payload,

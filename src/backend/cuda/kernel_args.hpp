@@ -92,7 +92,7 @@ struct MergeTile {
 struct DevicePlanHeader {
   int64_t total_cost = 0;
   int64_t payload = 1;
-  int64_t pair_length = 0;  // see request_cost()
+  PairLayout layout;
   uint64_t fault = kNoFault;
   int num_active = 0;
   int num_merges = 0, num_inert = 0;

@@ -26,7 +26,7 @@ class WorkCursor {
     if (low == 0) return;
     index_ = low - 1;
     const DeviceRequest& r = plan.requests[index_];
-    const RequestCost cost = request_cost(plan.params, r.q_len, r.kv_len, plan.header->pair_length);
+    const RequestCost cost = request_cost(plan.params, r.q_len, r.kv_len, plan.header->layout);
     const int64_t tile = quotient64(from - r.start, cost.pair_start(1));
     row_tile_ = static_cast<int>(tile < cost.row_tiles ? tile : cost.row_tiles - 1);
   }
@@ -37,7 +37,7 @@ class WorkCursor {
     const int num_active = plan_.header->num_active;
     for (; index_ < num_active; ++index_, row_tile_ = 0) {
       const DeviceRequest r = plan_.requests[index_];
-      const RequestCost cost = request_cost(p, r.q_len, r.kv_len, plan_.header->pair_length);
+      const RequestCost cost = request_cost(p, r.q_len, r.kv_len, plan_.header->layout);
       for (; row_tile_ < cost.row_tiles; ++row_tile_, unit_ = -1) {
         const int64_t start = r.start + cost.pair_start(row_tile_);
         // No later unit is ours once a pair's first one belongs to a later worker.
