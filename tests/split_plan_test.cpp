@@ -44,6 +44,8 @@ SplitParams random_params(std::mt19937_64& rng) {
   p.min_payload = rng() % 2 ? 0 : rng() % 5000;
   if (rng() % 2) p.tile.merge_cost = 1 + rng() % 20000;
   if (rng() % 2) p.tile.piece_cost = rng() % 200;
+  if (rng() % 2) p.tile.switch_cost = rng() % 1000;
+  if (rng() % 2) p.tile.reread_percent = rng() % 20;
   return p;
 }
 

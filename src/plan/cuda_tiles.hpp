@@ -2,7 +2,6 @@
 // and `treemla plan` prints them for any card.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "plan/split.hpp"
@@ -205,7 +204,9 @@ struct MmaTile {
     t.keys_per_tile = kKeys;
     t.row_cost = 0;
     t.load_cost = tile_cost;
-    t.pair_cost = 600 + 60 * row_tiles;
+    t.pair_cost = 600 + 60 * row_tiles + (row_tiles > 8 ? 400 : 0);
+    t.merge_cost = 250;
+    t.piece_cost = 3;
     return t;
   }
 };
@@ -236,25 +237,19 @@ constexpr MmaTile find_mma_tile(int d_v, int rows, MmaCache cache) {
   return {};
 }
 
-// The tile that should end first for `requests` requests of about `rows` (node, head) rows and at most `keys` keys: work shared out over
-// the workers, a beginning and an end for each piece of it, and the merge of a row's pieces.
+// The tile that should end first for `requests` requests of about `rows` (node, head) rows and at most `keys` keys.
 inline const MmaTile* choose_mma_tile(int d_v, MmaCache cache, int64_t requests, int64_t rows, int64_t keys,
                                       int num_sms, int64_t smem_per_sm) {
   const MmaTile* best = nullptr;
   int64_t best_cost = 0;
   for (const MmaTile& t : kMmaTiles) {
     if (t.d_v != d_v || t.cache != cache) continue;
-    const TilePolicy policy = t.policy();
     const int64_t by_smem = smem_per_sm / (t.smem_bytes() + 1024);
-    const int64_t workers = num_sms * (by_smem < t.blocks ? (by_smem > 0 ? by_smem : 1) : t.blocks);
-    const int64_t pairs = requests * ceil_div<int64_t>(rows, t.rows()),
-                  tiles = ceil_div<int64_t>(keys, MmaTile::kKeys);
-    if (pairs == 0 || tiles == 0) return &t;
-    constexpr int64_t kMergeCost = 6;  // of one more piece
-    const int64_t work = pairs * tiles * policy.load_cost / workers;
-    const int64_t pieces = workers / pairs < tiles ? workers / pairs : tiles;
-    const int64_t cost = (work > policy.load_cost ? work : policy.load_cost) + policy.pair_cost +
-                         policy.pair_cost * pairs / workers + kMergeCost * pieces;
+    SplitParams split;
+    split.tile = t.policy();
+    split.num_workers =
+        static_cast<int>(num_sms * (by_smem < t.blocks ? (by_smem > 0 ? by_smem : 1) : t.blocks));
+    const int64_t cost = equal_batch_cost(split, equal_batch(split, requests, rows, keys));
     if (best == nullptr || cost < best_cost) {
       best = &t;
       best_cost = cost;
@@ -308,7 +303,9 @@ struct WgmmaTile {
     t.pair_cost = 300 + 11 * rows / 2;
     t.merge_cost = 200;
     t.piece_cost = rows > 32 ? rows / 24 : 0;
-    t.cluster_cost = 300;
+    t.switch_cost = 2 * t.pair_cost;
+    t.reread_percent = 10;
+    t.cluster_cost = 200;
     return t;
   }
 };
@@ -346,18 +343,9 @@ inline WgmmaChoice choose_wgmma(int d_v, DType kv_dtype, int64_t requests, int64
       split.tile = clustered(t.policy(kv_dtype), cluster);
       split.num_workers = num_sms >= cluster ? num_sms / cluster : 1;
       if (t.d_v != d_v || split.tile.load_cost == 0) continue;
-      const int64_t pairs = requests * ceil_div<int64_t>(rows, t.rows),
-                    units = ceil_div<int64_t>(keys, split.tile.keys_per_tile),
-                    pair = units * split.tile.load_cost + split.tile.pair_cost;
-      const BatchCost batch = {pairs * pair,     pairs, pairs * units,
-                               requests * units, pair,  static_cast<int>(units)};
-      if (cluster > 1 && (!t.can_cluster(kv_dtype) || pairs > split.num_workers)) continue;
-      int64_t cost = whole_cost(split, batch);
-      if (cluster == 1 && batch.total > 0) {
-        cost = std::min(cost, cut_cost(split, batch));
-        const EvenPieces even = even_pieces_of_equal(split, batch);
-        if (even.units > 0) cost = std::min(cost, even_cost(split, even.units, even.pieces));
-      }
+      const BatchCost batch = equal_batch(split, requests, rows, keys);
+      if (cluster > 1 && (!t.can_cluster(kv_dtype) || batch.pairs > split.num_workers)) continue;
+      int64_t cost = cluster > 1 ? whole_cost(split, batch) : equal_batch_cost(split, batch);
       cost += t.rows;  // narrower if they end together
       if (best.tile == nullptr || cost < best_cost) {
         best = {&t, cluster};

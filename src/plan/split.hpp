@@ -38,6 +38,10 @@ struct TilePolicy {
   int pair_cost = 0;  // cost of beginning and ending a row tile in a worker: q load, output or partial write
   // Cost of merging, and of each piece more; 0: not known, pairs are cut wherever that balances.
   int merge_cost = 0, piece_cost = 0;
+  // Of ending one pair and beginning another, beyond what that costs on the line.
+  int switch_cost = 0;
+  // What cutting costs, in percent, where row tiles of the same keys then read them at different times from more than a cache can hold.
+  int reread_percent = 0;
   int cluster_cost = 0;  // of merging within a worker of several CTAs
 };
 
@@ -146,15 +150,14 @@ struct BatchCost {
   }
 };
 
-// When the last worker is done, cut wherever that balances. Whoever ends one pair and begins another takes longer; and row tiles of the
-// same keys are at different ones at a time, so that a cache which can't hold all of them is read through more than once.
+// When the last worker is done, cut wherever that balances.
 TREEMLA_HD inline int64_t cut_cost(const SplitParams& p, const BatchCost& batch) {
   constexpr int64_t kCachedKeys = 32768;
   const int64_t payload = worker_payload(p, batch.total), unit = tile_cost(p.tile, p.tile.rows_per_tile);
   const bool rereads =
       batch.units > batch.distinct_units && batch.distinct_units * p.tile.keys_per_tile > kCachedKeys;
-  return ceil_div(payload, unit) * unit + (rereads ? payload / 10 : 0) + p.tile.pair_cost +
-         p.tile.merge_cost + 2 * p.tile.pair_cost * batch.pairs / p.num_workers +
+  return ceil_div(payload, unit) * unit + (rereads ? payload / 100 * p.tile.reread_percent : 0) +
+         p.tile.pair_cost + p.tile.merge_cost + p.tile.switch_cost * batch.pairs / p.num_workers +
          ceil_div(batch.total, payload) * p.tile.piece_cost;
 }
 TREEMLA_HD inline int64_t whole_cost(const SplitParams& p, const BatchCost& batch) {
@@ -200,6 +203,27 @@ TREEMLA_HD inline EvenPieces even_pieces_of_equal(const SplitParams& p, const Ba
   if (!can_cut_evenly(p, batch)) return {};
   const int units = ceil_div(batch.most_units, static_cast<int>(p.num_workers / batch.pairs));
   return {units, batch.pairs * ceil_div(batch.most_units, units)};
+}
+
+// Requests of as many rows and keys each: pairs that are all alike.
+inline BatchCost equal_batch(const SplitParams& p, int64_t requests, int64_t rows, int64_t keys) {
+  BatchCost batch;
+  const int64_t units = ceil_div<int64_t>(keys, p.tile.keys_per_tile);
+  batch.pairs = requests * ceil_div<int64_t>(rows, p.tile.rows_per_tile);
+  batch.units = batch.pairs * units;
+  batch.distinct_units = requests * units;
+  batch.most_units = static_cast<int>(units);
+  batch.largest = p.tile.pair_cost + units * tile_cost(p.tile, p.tile.rows_per_tile);
+  batch.total = batch.pairs * batch.largest;
+  return batch;
+}
+// When the last worker is done with such a batch, by the layout that choose_layout() would take.
+inline int64_t equal_batch_cost(const SplitParams& p, const BatchCost& batch) {
+  if (batch.units == 0) return 0;
+  const int64_t whole = whole_cost(p, batch), cut = cut_cost(p, batch), least = whole < cut ? whole : cut;
+  const EvenPieces even = even_pieces_of_equal(p, batch);
+  const int64_t evenly = even.units > 0 ? even_cost(p, even.units, even.pieces) : least;
+  return evenly < least ? evenly : least;
 }
 
 TREEMLA_HD inline PairLayout choose_layout(const SplitParams& p, const BatchCost& batch,
