@@ -60,7 +60,7 @@
 namespace treemla {
 namespace {
 
-// Compiled in four files, which takes a compiler long enough each.
+// Compiled in five files, which takes a compiler long enough each.
 const void* find_kernel(const WgmmaTile& tile, DType q_dtype, DType kv_dtype) {
   const bool is_bf16 = q_dtype == DType::kBF16;
   switch (kv_dtype) {
@@ -69,14 +69,15 @@ const void* find_kernel(const WgmmaTile& tile, DType q_dtype, DType kv_dtype) {
     case DType::kF8E4M3Packed:
       return wgmma_kernel_packed(tile);
     default:
+      if (tile.rows_are_m) return wgmma_rows_kernel(tile, is_bf16);
       return is_bf16 ? wgmma_kernel_bf16(tile) : wgmma_kernel_fp16(tile);
   }
 }
 
-WgmmaChoice choose(const VerifyProblem& p, const CudaDevice& device) {
+WgmmaChoice choose(const VerifyProblem& p, const CudaDevice& device, bool batch_invariant = false) {
   const int64_t nodes = p.b > 0 ? ceil_div<int64_t>(p.q.total_q, p.b) : 0;
   return choose_wgmma(p.shape.d_v, p.kv.dtype, p.b, nodes * p.shape.h_q, kv_len_bound(p),
-                      std::max(1, device.model.num_sms));
+                      std::max(1, device.model.num_sms), batch_invariant);
 }
 
 class CudaWgmma : public CudaBackend {
@@ -114,14 +115,24 @@ class CudaWgmma : public CudaBackend {
   }
 
   CudaInstance instance(const VerifyProblem& p, const CudaDevice& device) const override {
-    const WgmmaChoice choice = choose(p, device);
+    return instance_of(choose(p, device), p);
+  }
+  CudaInstance invariant_instance(const VerifyProblem& p, const CudaDevice& device) const override {
+    CudaInstance k = instance_of(choose(p, device, true), p);
+    k.cluster = 1;
+    return k;
+  }
+
+ private:
+  static CudaInstance instance_of(const WgmmaChoice& choice, const VerifyProblem& p) {
     CudaInstance k;
     k.function = find_kernel(*choice.tile, p.q.dtype, p.kv.dtype);
-    k.threads = WgmmaTile::kThreads;
+    k.threads = choice.tile->threads();
     k.smem_bytes = choice.tile->smem_bytes();
     k.cluster = choice.cluster;
     k.tile = choice.tile->policy(p.kv.dtype);
     k.narrow_partials = choice.tile->rows >= 32;  // of few rows they are written faster wide
+    if (choice.tile->rows_are_m) k.label = "rows as M";
     return k;
   }
 };

@@ -319,6 +319,50 @@ struct PackedScales {
   }
 };
 
+// ---- masks ----
+
+// Bit i: the row sees key tile_key + i. Any number of them for rows that are padding.
+__device__ __forceinline__ uint64_t seen_keys(const KernelArgs& args, const CudaWorkItem& item, int tile_key,
+                                              int row) {
+  const int packed = min(item.row_begin + row, item.row_end - 1), node = packed / args.h_q;
+  const int first = tile_key - item.prefix_len,
+            before = max(-first, 0);  // tree key of bit 0; keys of the prefix
+  const auto lowest = [](int n) { return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; };
+  uint64_t seen = ~uint64_t{0};
+  if (before < WgmmaTile::kKeys) {
+    const int from = max(first, 0);
+    uint64_t tree = ~uint64_t{0};
+    if (args.mask.kind == MaskKind::kCausal) {
+      tree = lowest(max(node + 1 - from, 0));
+    } else if (args.mask.kind == MaskKind::kTree) {
+      const uint32_t* words = args.mask.bits + (static_cast<int64_t>(item.q_begin) + node) * args.mask.words;
+      const auto word = [&](int i) { return i < args.mask.words ? words[i] : 0u; };
+      const int w = from >> 5;
+      tree = static_cast<uint64_t>(__funnelshift_r(word(w + 1), word(w + 2), from)) << 32 |
+             __funnelshift_r(word(w), word(w + 1), from);
+    }
+    seen = tree << before | lowest(before);
+  }
+  return seen & lowest(item.key_end - tile_key);
+}
+// A hidden row may hold NaN or infinity, and a weight of 0 would not keep it out of a product: zeros instead. Whoever sees the row has
+// NaN among its weights.
+template <class C>
+__device__ __forceinline__ void clear_nonfinite(uint32_t panels, const CudaWorkItem& item, int tile_key) {
+  const int thread = thread_of_group();
+  constexpr int kRowChunks = 8 * C::kPanels;
+  const int begin = max(item.prefix_len - tile_key, 0), end = min(item.key_end - tile_key, C::kKeys);
+#pragma unroll 1
+  for (int i = begin * kRowChunks + thread; i < end * kRowChunks; i += 128) {
+    const int row = i / kRowChunks, c = i % kRowChunks;
+    const uint32_t at = panels + c / 8 * C::kPanelBytes + row * 128 + c % 8 * 16;
+    uint4 x = load_shared<uint4>(at);
+    clear_nonfinite_pair<typename C::T>(x.x), clear_nonfinite_pair<typename C::T>(x.y);
+    clear_nonfinite_pair<typename C::T>(x.z), clear_nonfinite_pair<typename C::T>(x.w);
+    store_shared(at, x);
+  }
+}
+
 // Sums of a thread: key g or g + 8 of the warp's 16 x rows 8 j + t, 8 j + t + 1, as multiply() has them.
 template <class C>
 struct Scorer {
@@ -405,35 +449,11 @@ struct Scorer {
     }
   }
 
-  // Bit i: the row sees key tile_key + i. Any number of them for rows that are padding.
-  __device__ __forceinline__ uint64_t seen_keys(const CudaWorkItem& item, int tile_key, int row) const {
-    const int packed = min(item.row_begin + row, item.row_end - 1), node = packed / args.h_q;
-    const int first = tile_key - item.prefix_len,
-              before = max(-first, 0);  // tree key of bit 0; keys of the prefix
-    const auto lowest = [](int n) { return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; };
-    uint64_t seen = ~uint64_t{0};
-    if (before < C::kKeys) {
-      const int from = max(first, 0);
-      uint64_t tree = ~uint64_t{0};
-      if (args.mask.kind == MaskKind::kCausal) {
-        tree = lowest(max(node + 1 - from, 0));
-      } else if (args.mask.kind == MaskKind::kTree) {
-        const uint32_t* words =
-            args.mask.bits + (static_cast<int64_t>(item.q_begin) + node) * args.mask.words;
-        const auto word = [&](int i) { return i < args.mask.words ? words[i] : 0u; };
-        const int w = from >> 5;
-        tree = static_cast<uint64_t>(__funnelshift_r(word(w + 1), word(w + 2), from)) << 32 |
-               __funnelshift_r(word(w), word(w + 1), from);
-      }
-      seen = tree << before | lowest(before);
-    }
-    return seen & lowest(item.key_end - tile_key);
-  }
   // By way of the place of the weights: the last ones must be used.
   __device__ __forceinline__ void hide(float (&x)[kSums], const CudaWorkItem& item, int tile_key) const {
     const int thread = thread_of_group(), lane = thread % 32, warp = thread / 32;
     wait_weights_used();
-    if (thread < C::kRows) store_shared(map.weights() + 8 * thread, seen_keys(item, tile_key, thread));
+    if (thread < C::kRows) store_shared(map.weights() + 8 * thread, seen_keys(args, item, tile_key, thread));
     sync();
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
@@ -443,23 +463,6 @@ struct Scorer {
       if (!(seen >> 8 & 1)) x[i / 2 * 4 + 2 + i % 2] = -INFINITY;
     }
   }
-  // A hidden row may hold NaN or infinity, and a weight of 0 would not keep it out of a product: zeros instead. Whoever sees the row has
-  // NaN among its weights.
-  __device__ __forceinline__ void clear_nonfinite(const CudaWorkItem& item, int tile_key) const {
-    const int thread = thread_of_group();
-    constexpr int kRowChunks = 8 * C::kPanels;
-    const int begin = max(item.prefix_len - tile_key, 0), end = min(item.key_end - tile_key, C::kKeys);
-#pragma unroll 1
-    for (int i = begin * kRowChunks + thread; i < end * kRowChunks; i += 128) {
-      const int row = i / kRowChunks, c = i % kRowChunks;
-      const uint32_t at = map.panel(ring.stage, c / 8) + row * 128 + c % 8 * 16;
-      uint4 x = load_shared<uint4>(at);
-      clear_nonfinite_pair<T>(x.x), clear_nonfinite_pair<T>(x.y);
-      clear_nonfinite_pair<T>(x.z), clear_nonfinite_pair<T>(x.w);
-      store_shared(at, x);
-    }
-  }
-
   // Online softmax (Milakov and Gimelshein, 2018): m is about the largest score so far, the weights are 2^(s - m), and
   // 2^(m_old - m) is what the sums so far must be multiplied by. Whether m is raised is a row's own affair: its bits don't depend on others.
   __device__ __forceinline__ uint32_t own_tops() const {
@@ -645,7 +648,8 @@ struct Scorer {
       for (int i = 0; i < kSums; ++i) x[i] *= scale();
       if (key + C::kKeys > min(item.prefix_len, key_end)) {
         hide(x, item, key);
-        if constexpr (!C::kIsPacked) clear_nonfinite(item, key);  // else by whoever scales them
+        if constexpr (!C::kIsPacked)
+          clear_nonfinite<C>(map.panel(ring.stage, 0), item, key);  // else by whoever scales them
       }
       const bool raises = sync_group_or<kBarrier>(exceeds(x));
       if (raises) raise_tops(x);
@@ -873,8 +877,12 @@ const void* find_kernel(const WgmmaTile& tile) {
     return nullptr;
   } else {
     constexpr const WgmmaTile& kTile = kWgmmaTiles[i];
-    if (tile.d_v != kTile.d_v || tile.rows != kTile.rows) return find_kernel<T, i + 1>(tile);
-    return reinterpret_cast<const void*>(&wgmma_kernel<Config<T, kTile.d_v, kTile.rows>>);
+    if constexpr (kTile.rows_are_m) {  // see cuda_wgmma_rows.cuh
+      return find_kernel<T, i + 1>(tile);
+    } else {
+      if (tile.d_v != kTile.d_v || tile.rows != kTile.rows) return find_kernel<T, i + 1>(tile);
+      return reinterpret_cast<const void*>(&wgmma_kernel<Config<T, kTile.d_v, kTile.rows>>);
+    }
   }
 }
 
