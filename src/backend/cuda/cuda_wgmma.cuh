@@ -182,26 +182,29 @@ struct Copier {
   uint32_t q_round = 0;
   bool has_begun = false;
   static constexpr int kKeyRows = C::kKeys / 16;
-  // This thread's chunk of the first panel of its rows, and what the page table says of those of the next tile.
+  // This thread's chunk of the first panel of its rows, and what the page table says of one of the next tile.
   const char* rows[kKeyRows];
-  uint32_t entries[kKeyRows];
+  uint32_t entry;
 
   __device__ __forceinline__ Copier(const KernelArgs& a, const SharedMap<C>& m, int thread)
       : args(a), map(m), first_row(thread / 8), chunk(thread % 8) {}
 
+  // Of the 16 rows of a warp lane l looks up one: row l / 4 % 4 of those lanes whose first_row is l % 4 on. So nobody waits for four lookups.
+  static_assert(kKeyRows == 4);
+  __device__ __forceinline__ int looked_up() const {
+    return (first_row & ~3) + (chunk & 3) + 16 * (2 * (first_row & 1) + (chunk >> 2));
+  }
   __device__ __forceinline__ void fetch_entries(const CudaWorkItem& item, int tile_key) {
-#pragma unroll
-    for (int i = 0; i < kKeyRows; ++i) {
-      const int key = tile_key + first_row + 16 * i;
-      if (key < item.key_end) entries[i] = fetch_entry(args, item.page_base, key);
-    }
+    const int key = tile_key + looked_up();
+    if (key < item.key_end) entry = fetch_entry(args, item.page_base, key);
   }
   // The bytes between rows fit 32 bits: supports_kernel() looks. Rows past the item's end are row 0, of which nothing is read.
   __device__ __forceinline__ void find_rows(const CudaWorkItem& item, int tile_key) {
+    const int key = tile_key + looked_up();
+    const uint32_t one = key < item.key_end ? row_of_entry(args, item, item.page_base, key, entry) : 0;
 #pragma unroll
     for (int i = 0; i < kKeyRows; ++i) {
-      const int key = tile_key + first_row + 16 * i;
-      const uint32_t row = key < item.key_end ? row_of_entry(args, item, item.page_base, key, entries[i]) : 0;
+      const uint32_t row = __shfl_sync(~0u, one, 4 * i + (first_row & 3));
       rows[i] = static_cast<const char*>(args.kv) + 16 * chunk +
                 static_cast<uint64_t>(row) * (2 * static_cast<uint32_t>(args.kv_row_stride));
     }
