@@ -311,7 +311,7 @@ struct WgmmaTile {
     t.keys_per_tile = kKeys;
     t.row_cost = 0;
     t.load_cost = cost(kv_dtype);
-    t.pair_cost = rows_are_m ? 1000 : 300 + 11 * rows / 2;
+    t.pair_cost = rows_are_m ? 700 : 300 + 11 * rows / 2;
     t.merge_cost = 200;
     t.piece_cost = rows > 32 ? rows / 24 : 0;
     t.cluster_cost = 300;
@@ -321,14 +321,14 @@ struct WgmmaTile {
 
 // The compiled instances. Widest rows first: they make the most of each loaded key.
 inline constexpr WgmmaTile kWgmmaTiles[] = {
-    {512, 72, 2, 1, 232, 300, 510},  // 8 heads x 9 nodes
-    {512, 64, 2, 2, 208, 260, 450},
+    {512, 72, 2, 1, 213, 300, 510},  // 8 heads x 9 nodes
+    {512, 64, 2, 2, 194, 260, 450},
     {512, 32, 2, 2, 205, 250, 440},
     {512, 16, 3, 1, 195},  // e4m3: the next tile's rope columns would need a place before these are scored
     {512, 8, 3, 3, 195, 210, 430},  // a decoded token of a TP8 rank
     {256, 64, 4, 4, 120, 150},
     {256, 16, 5, 5, 120, 130},
-    {512, 64, 2, 2, 183, 0, 0, true},  // hundreds of rows a request
+    {512, 64, 2, 2, 161, 0, 0, true},  // hundreds of rows a request
 };
 
 constexpr WgmmaTile find_wgmma_tile(int d_v, int rows, bool rows_are_m = false) {

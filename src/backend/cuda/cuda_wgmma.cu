@@ -7,6 +7,8 @@
 // d_v/d_rope 512/64, 512/0, 256/64, 256/32, packed rows with d_v 512; any h_q, page size, mask. Keys and shapes as everywhere:
 // src/plan/split.hpp cuts the work, tiles begin at multiples of 64 keys.
 //
+// Hundreds of rows a request over 16-bit caches have a form of their own: cuda_wgmma_rows.cuh. Of the others this is said:
+//
 // Rows are the N of wgmma.m64nNk16, whose granularity is 8, and keys or columns its M: 72 rows, 8 heads x 9 nodes, leave no row idle.
 // Both products have the same keys in shared memory as their A: as they lie for the first, transposed for the second.
 //
@@ -47,7 +49,8 @@
 // not finite are cleared, lest 0 * NaN reach a row that does not see them; whoever sees such a key has NaN among its weights.
 //
 // A row's bits depend on its keys alone: products, sums and maxima are taken over tiles of 64 keys in every instance, and a maximum is
-// raised by the row's own scores.
+// raised by the row's own scores. The form with rows as M adds weights in another order, and is not taken where bits must not depend on the
+// batch.
 
 #include <algorithm>
 #include <string>

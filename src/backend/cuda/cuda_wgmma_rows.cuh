@@ -18,12 +18,12 @@
 //
 // so that the other has products of the tile before or after while this one weighs. Of each tile a warpgroup reads one half of the columns last:
 // the place of tile i is filled again by halves as they come free, while tile i + 1 is scored, and S(i + 2) begins with the first that
-// was. P(i - 1) is ready by about then; waited for ahead of S(i), or after all of it, 2 and 9% are lost (docs/PERFORMANCE.md). Warp w of
+// was. P(i - 1) is ready by about then: waited for ahead of S(i) a tile takes 18% longer, after all of it 9% (docs/PERFORMANCE.md). Warp w of
 // either has rows 16 w to 16 w + 15, so maxima pass from warp to warp.
 //
 // Lane l, g = l / 4, t = 2 * (l % 4): rows g and g + 8 of the warp's, columns 8 j + t, 8 j + t + 1 of keys or of the half of d_v.
 //
-// Registers of a thread: 72 for copying, 216 for the others: 128 of O, 32 of S, 16 of P, 16 of queries' rope columns.
+// Registers of a thread: 56 for copying, 224 for the others: 128 of O, 32 of S, 16 of P, 16 of queries' rope columns.
 //
 // Shared memory, bytes
 //     latents   [2][d_v / 64][64][128]     131,072
@@ -34,6 +34,9 @@
 //     sums      [2][2][64]                   1,024     of weights, each warpgroup's tiles; of even and of odd items
 //     barriers                                 248
 //                                          231,672     sm_90: 232,448
+//
+// Budget, 64 rows x 64 keys, in cycles of an SM of the H200: tensor cores 2,176, shared memory 2,300. A tile takes 1.61 us, at 1.98 GHz
+// 3,190 cycles: docs/PERFORMANCE.md.
 //
 // A row's bits depend on its keys alone, but are not those of the form with rows as N: sums of weights are added in another order.
 #pragma once
@@ -56,7 +59,7 @@ struct RowsConfig {
                 "two tiles, halves of 256 columns");
 
   // Registers of a thread, by warpgroup: as many as there are at launch, no warpgroup gets what the CTA did not have then.
-  static constexpr int kRegistersAtLaunch = 168, kAttendRegisters = 216,
+  static constexpr int kRegistersAtLaunch = 168, kAttendRegisters = 224,
                        kCopyRegisters = 3 * kRegistersAtLaunch - 2 * kAttendRegisters;
 
   // Shared memory, in bytes; barriers as in cuda_wgmma_config.cuh.
@@ -110,6 +113,27 @@ struct RowsMap : SharedMap<C> {
   }
 };
 
+// Element 0 of a (node, head) row of the item's request.
+__device__ __forceinline__ int64_t query_at(const KernelArgs& args, const CudaWorkItem& item, int packed) {
+  const int node = packed / args.h_q, head = packed - node * args.h_q;
+  return (static_cast<int64_t>(item.q_begin) + node) * args.q_token_stride + head * args.q_head_stride;
+}
+// As copy_queries() in cuda_wgmma.cuh, but for the rope columns.
+template <class C>
+__device__ __forceinline__ void copy_latent_queries(const KernelArgs& args, const SharedMap<C>& map,
+                                                    const CudaWorkItem& item, int first_row, int chunk) {
+#pragma unroll 1
+  for (int row = first_row; row < C::kRows; row += 16) {
+    const int packed = item.row_begin + row;
+    const bool ok = packed < item.row_end;
+    const char* from = static_cast<const char*>(args.q) + 16 * chunk;
+    if (ok) from += 2 * query_at(args, item, packed);
+#pragma unroll
+    for (int p = 0; p < C::kPanels; ++p) copy16(map.q_panel(p) + swizzled(row, chunk), from + 128 * p, ok);
+  }
+  arrive_after_copies(map.q_full());
+}
+
 // Every item begins at stage 0. A tile is copied in the order that its place comes free in, and is scored in: rope columns, the half of the
 // warpgroup that scores it, the other.
 template <class C>
@@ -149,25 +173,12 @@ struct RowsCopier : Copier<C> {
       }
     }
   }
+  // Of this CTA's first keys they are on their way by now: see Attender.
   __device__ __forceinline__ void copy_queries(const CudaWorkItem& item) {
     wait_barrier(map.q_empty(), q_round ^ 1);
     q_round ^= 1;
-#pragma unroll 1
-    for (int row = first_row; row < C::kRows; row += 16) {
-      const int packed = item.row_begin + row;
-      const bool ok = packed < item.row_end;
-      const char* from = static_cast<const char*>(args.q) + 16 * chunk;
-      if (ok) from += 2 * query_at(args, item, packed);
-#pragma unroll
-      for (int p = 0; p < C::kPanels; ++p) copy16(map.q_panel(p) + swizzled(row, chunk), from + 128 * p, ok);
-    }
-    arrive_after_copies(map.q_full());
-  }
-  // Element 0 of a (node, head) row of the item's request.
-  __device__ __forceinline__ static int64_t query_at(const KernelArgs& args, const CudaWorkItem& item,
-                                                     int packed) {
-    const int node = packed / args.h_q, head = packed - node * args.h_q;
-    return (static_cast<int64_t>(item.q_begin) + node) * args.q_token_stride + head * args.q_head_stride;
+    if (this->has_begun) copy_latent_queries<C>(args, map, item, first_row, chunk);
+    this->has_begun = true;
   }
   __device__ __forceinline__ void run() {
     WorkList list(args.plan, worker<C>());
@@ -195,7 +206,7 @@ struct Attender {
   static constexpr int kSums = C::kKeys / 2, kOutSums = C::kDv / 4, kSteps = C::kKeys / 16;
   const KernelArgs& args;
   const RowsMap<C>& map;
-  int half;
+  int half, thread;
   // Parities. Bit 0: of own tiles; 1: of the other's; 2: of items with keys, for queries; 3: of items.
   uint32_t rounds = 0;
   // Of rows g and g + 8: sum of this thread's weights; the largest score of all tiles so far, about, in base-2 logarithms, or more.
@@ -203,8 +214,8 @@ struct Attender {
   uint32_t q_rope[C::kTile.kRope / 16][4];
   float out[kOutSums];
 
-  __device__ __forceinline__ Attender(const KernelArgs& a, const RowsMap<C>& m, int h)
-      : args(a), map(m), half(h) {}
+  __device__ __forceinline__ Attender(const KernelArgs& a, const RowsMap<C>& m, int h, int t)
+      : args(a), map(m), half(h), thread(t) {}
 
   __device__ __forceinline__ float scale() const { return args.score_scale * 1.44269504088896340736f; }
   __device__ __forceinline__ void sync() const {
@@ -214,19 +225,17 @@ struct Attender {
       sync_group<2>();
   }
   // Of rows g and g + 8, the first.
-  __device__ __forceinline__ static int own_row() {
-    return 16 * (thread_of_group() / 32) + (thread_of_group() >> 2 & 7);
-  }
+  __device__ __forceinline__ int own_row() const { return 16 * (thread / 32) + (thread >> 2 & 7); }
 
   // Rope columns of the queries, as an A in registers.
   __device__ __forceinline__ void load_rope(const CudaWorkItem& item) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int packed = item.row_begin + own_row() + 8 * r;
-      const int t = 2 * (thread_of_group() & 3);
+      const int t = 2 * (thread & 3);
       const bool ok = packed < item.row_end;
       const uint32_t* from = static_cast<const uint32_t*>(args.q);
-      if (ok) from += (RowsCopier<C>::query_at(args, item, packed) + C::kDv + t) / 2;
+      if (ok) from += (query_at(args, item, packed) + C::kDv + t) / 2;
 #pragma unroll
       for (int k = 0; k < C::kTile.kRope / 16; ++k)
 #pragma unroll
@@ -270,7 +279,7 @@ struct Attender {
   }
   // Each second lane finds what one of the two rows sees.
   __device__ __forceinline__ void hide(float (&x)[kSums], const CudaWorkItem& item, int tile_key) const {
-    const int lane = thread_of_group() & 31;
+    const int lane = thread & 31;
     const uint64_t one = seen_keys(args, item, tile_key, own_row() + 8 * (lane & 1));
     const uint64_t seen = __shfl_sync(~0u, one, lane & ~1) >> 2 * (lane & 3),
                    seen_8 = __shfl_sync(~0u, one, lane | 1) >> 2 * (lane & 3);
@@ -281,32 +290,51 @@ struct Attender {
 
   // ---- softmax: as in cuda_wgmma.cuh, by the four lanes that have a row ----
 
-  // Sums in units of the last tile's maxima to those of this one's.
-  __device__ __forceinline__ void shrink(const float (&by)[2]) {
-    if (!__any_sync(~0u, by[0] != 1 || by[1] != 1)) return;
+  // Sums in units of the last tile's maxima to those of this one's; `any` of the warp's rows has another.
+  __device__ __forceinline__ void shrink(const float (&by)[2], bool any) {
+    if (!any) return;
     wait_products<0>();  // of scores: the compiler would else, with a warning
     sum[0] *= by[0], sum[1] *= by[1];
 #pragma unroll
     for (int i = 0; i < kOutSums; ++i) out[i] *= by[i % 4 / 2];
   }
   __device__ __forceinline__ void raise_tops(const float (&x)[kSums]) {
-    float by[2];
+    // Of both rows at a time, and by a tree: a step waits for the one before.
+    float largest[2][kSums / 4];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float largest = -INFINITY;
-#pragma unroll
-      for (int j = 0; j < kSums / 4; ++j)
-        largest = fmaxf(largest, fmaxf(x[4 * j + 2 * r], x[4 * j + 2 * r + 1]));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      const bool raise = largest > top[r] + kSlack;
-      const float raised = raise ? largest + kMargin : top[r];
-      by[r] = raise ? exp2_fast(top[r] - raised) : 1.0f;
-      top[r] = raised;
-      if ((thread_of_group() & 3) == 0)
-        store_shared(map.notes(half) + 8 * (own_row() + 8 * r), float2{top[r], by[r]});
+    for (int j = 0; j < kSums / 4; ++j) {
+      largest[0][j] = fmaxf(x[4 * j], x[4 * j + 1]);
+      largest[1][j] = fmaxf(x[4 * j + 2], x[4 * j + 3]);
     }
-    shrink(by);
+#pragma unroll
+    for (int n = kSums / 8; n > 0; n /= 2)
+#pragma unroll
+      for (int j = 0; j < n; ++j)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) largest[r][j] = fmaxf(largest[r][j], largest[r][j + n]);
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+      const float others[2] = {__shfl_xor_sync(~0u, largest[0][0], step),
+                               __shfl_xor_sync(~0u, largest[1][0], step)};
+      largest[0][0] = fmaxf(largest[0][0], others[0]), largest[1][0] = fmaxf(largest[1][0], others[1]);
+    }
+    const bool raises[2] = {largest[0][0] > top[0] + kSlack, largest[1][0] > top[1] + kSlack};
+    const bool any = __any_sync(~0u, raises[0] || raises[1]);
+    float by[2] = {1, 1};
+    if (any) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (!raises[r]) continue;
+        const float raised = largest[r][0] + kMargin;
+        by[r] = exp2_fast(top[r] - raised);
+        top[r] = raised;
+      }
+    }
+    if ((thread & 3) == 0) {
+      store_shared(map.notes(half) + 8 * own_row(), float2{top[0], by[0]});
+      store_shared(map.notes(half) + 8 * own_row() + 64, float2{top[1], by[1]});
+    }
+    shrink(by, any);
   }
   __device__ __forceinline__ void weigh(uint32_t (&w)[kSteps][4], const float (&x)[kSums]) {
     // Nothing seen yet: never -inf + inf.
@@ -323,7 +351,7 @@ struct Attender {
   }
   __device__ __forceinline__ void store_weights(const uint32_t (&w)[kSteps][4]) const {
     // Lane l: row l % 8 of the first or the last 8 of the warp's (l / 8 % 2), the first or the last 8 of 16 keys (l / 16).
-    const int lane = thread_of_group() & 31, warp = thread_of_group() / 32;
+    const int lane = thread & 31, warp = thread / 32;
     const uint32_t to = map.weights(half) + swizzled(16 * warp + (lane & 15), lane >> 4);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) store_matrices(to ^ 32 * k, w[k]);
@@ -351,7 +379,7 @@ struct Attender {
       top[r] = note.x;
       by[r] = note.y;
     }
-    shrink(by);
+    shrink(by, __any_sync(~0u, by[0] != 1 || by[1] != 1));
     fence_async_reads();  // of the copies: the other saw them land
     pin(out);
     begin_products();
@@ -367,7 +395,8 @@ struct Attender {
     free_values(half ^ 1);
   }
   // Tile i of an item, one of this warpgroup's, and values of the tile before.
-  __device__ __forceinline__ void add_own(const CudaWorkItem& item, int i, int key, bool is_last) {
+  __device__ __forceinline__ void add_own(const CudaWorkItem& item, int i, int key, bool is_last,
+                                          bool masks) {
     float x[kSums];
     pin(x);
     begin_scores<false>(x);
@@ -383,7 +412,7 @@ struct Attender {
     if (is_last) arrive_warp(map.q_empty());
 #pragma unroll
     for (int j = 0; j < kSums; ++j) x[j] *= scale();
-    if (key + C::kKeys > min(item.prefix_len, item.key_end)) {
+    if (masks) {
       hide(x, item, key);
       clear_nonfinite<C>(map.panel(half, 0), item, key);
       fence_async_reads();
@@ -410,7 +439,7 @@ struct Attender {
 
   // Each row's lse; gives what its sums are to be multiplied by.
   __device__ __forceinline__ void finish(float (&by)[2], const CudaWorkItem& item) {
-    const bool leads = (thread_of_group() & 3) == 0;
+    const bool leads = (thread & 3) == 0;
     const uint32_t round = rounds >> 3 & 1;
     rounds ^= 8;
 #pragma unroll
@@ -462,7 +491,7 @@ struct Attender {
   // 16-bit numbers, aligned to 8 bytes: of two times eight columns neighbours swap, and a lane stores four columns.
   template <class To>
   __device__ __forceinline__ void write_quads(To* to, const float (&by)[2], int num_rows) const {
-    const int odd = thread_of_group() & 1;
+    const int odd = thread & 1;
     if (odd) to += 6;  // columns 8 j + 8 + t - 2 on
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -483,7 +512,7 @@ struct Attender {
   }
   template <class To>
   __device__ __forceinline__ void write_to(To* rows, const float (&by)[2], int num_rows) const {
-    To* to = rows + half * (C::kDv / 2) + 2 * (thread_of_group() & 3);
+    To* to = rows + half * (C::kDv / 2) + 2 * (thread & 3);
     if constexpr (std::is_same_v<To, float>) {
       write(to, by, num_rows);
     } else {
@@ -494,7 +523,17 @@ struct Attender {
     }
   }
 
+  // The queries of this CTA's first keys: whoever copies those would come to them a microsecond later.
+  __device__ __forceinline__ void begin() const {
+    WorkList list(args.plan, worker<C>());
+    while (const CudaWorkItem* item = list.next()) {
+      if (item->key_begin == item->key_end) continue;
+      copy_latent_queries<C>(args, map, *item, thread / 8, thread % 8);
+      return;
+    }
+  }
   __device__ __forceinline__ void run() {
+    if (half == 1) begin();
     WorkList list(args.plan, worker<C>());
     while (const CudaWorkItem* item = list.next()) {
       const int key_begin = item->key_begin, tiles = ceil_div(item->key_end - key_begin, C::kKeys);
@@ -508,9 +547,13 @@ struct Attender {
         rounds ^= 4;
         if (half >= tiles) arrive_warp(map.q_empty());
       }
+      const int plain_end = min(item->prefix_len, item->key_end);
       int i = half;
 #pragma unroll 1
-      for (; i < tiles; i += 2) add_own(*item, i, key_begin + i * C::kKeys, i + 2 >= tiles);
+      for (; i < tiles; i += 2) {
+        const int key = key_begin + i * C::kKeys;
+        add_own(*item, i, key, i + 2 >= tiles, key + C::kKeys > plain_end);
+      }
       if (tiles > 0 && i == tiles) {  // the last tile is the other's
         begin_other();
         end_other();
@@ -544,7 +587,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) wgmma_rows_kernel(const __grid
     RowsCopier<C>(args, map, thread).run();
   } else {
     set_registers<C::kAttendRegisters, C::kRegistersAtLaunch>();
-    Attender<C>(args, map, group - 1).run();
+    Attender<C>(args, map, group - 1, thread).run();
   }
 #endif
 }
