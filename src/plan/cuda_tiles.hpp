@@ -259,9 +259,12 @@ inline const MmaTile* choose_mma_tile(int d_v, MmaCache cache, int64_t requests,
 }
 
 // cuda_wgmma: `rows` (node, head) rows against tiles of 64 keys on Hopper: a warpgroup that copies, one that scores, two that accumulate.
-// A row's bits don't depend on the tile.
+//
+// Two forms of it, by what the rows are of wgmma's m64nNk16: N, of which there may be any multiple of 8; or M, in tiles of 64 that take less
+// of shared memory's bandwidth, by two warpgroups that score and accumulate (16-bit caches; cuda_wgmma_rows.cuh). A row's bits depend on the
+// form alone.
 struct WgmmaTile {
-  static constexpr int kThreads = 512;
+  static constexpr int kThreads = 512, kRowsAreMThreads = 384;
   static constexpr int kKeys = 64;
   static constexpr int kRope = 64;              // rope columns that there is room for
   static constexpr int kPanelColumns = 64;      // shared memory has rows in panels of 128 bytes
@@ -274,6 +277,8 @@ struct WgmmaTile {
   // Hundredths of a microsecond that a key tile takes on an SM of the H200: of a 16-bit cache, of e4m3 with one scale, of packed rows. 0: not
   // compiled for these.
   int tile_cost = 0, e4m3_tile_cost = 0, packed_tile_cost = 0;
+  bool rows_are_m = false;
+  constexpr int threads() const { return rows_are_m ? kRowsAreMThreads : kThreads; }
   constexpr int cost(DType kv_dtype) const {
     return kv_dtype == DType::kF8E4M3         ? e4m3_tile_cost
            : kv_dtype == DType::kF8E4M3Packed ? packed_tile_cost
@@ -281,14 +286,15 @@ struct WgmmaTile {
   }
 
   // Narrow tiles leave little to merge, and start sooner without what clusters need; FP8 rows leave no registers for it.
-  constexpr bool can_cluster(DType kv_dtype) const { return rows >= 64 && !is_fp8(kv_dtype); }
+  constexpr bool can_cluster(DType kv_dtype) const { return rows >= 64 && !is_fp8(kv_dtype) && !rows_are_m; }
   constexpr int panels() const { return d_v / kPanelColumns; }
   constexpr int chunks() const { return panels() / kChunkPanels; }
   constexpr int q_at() const { return (stages * panels() + rope_stages) * kPanelBytes; }
-  constexpr int weights_at() const { return q_at() + (panels() + 1) * rows * 128; }
+  // Where rows are M, the queries' rope columns are in registers, and two tiles have weights, factors and maxima at a time.
+  constexpr int weights_at() const { return q_at() + (panels() + (rows_are_m ? 0 : 1)) * rows * 128; }
   // A factor and a maximum a row, a mark, barriers.
-  constexpr int factors_at() const { return weights_at() + rows * 128; }
-  constexpr int barriers_at() const { return factors_at() + 8 * rows + 16; }
+  constexpr int factors_at() const { return weights_at() + (rows_are_m ? 2 : 1) * rows * 128; }
+  constexpr int barriers_at() const { return factors_at() + (rows_are_m ? 32 : 8) * rows + 16; }
   constexpr int num_barriers() const { return 2 * (stages * chunks() + rope_stages) + 9; }
   constexpr int smem_bytes() const { return barriers_at() + 8 * num_barriers(); }
 
@@ -300,7 +306,7 @@ struct WgmmaTile {
     t.keys_per_tile = kKeys;
     t.row_cost = 0;
     t.load_cost = cost(kv_dtype);
-    t.pair_cost = 300 + 11 * rows / 2;
+    t.pair_cost = rows_are_m ? 700 : 300 + 11 * rows / 2;
     t.merge_cost = 200;
     t.piece_cost = rows > 32 ? rows / 24 : 0;
     t.switch_cost = 2 * t.pair_cost;
@@ -312,16 +318,19 @@ struct WgmmaTile {
 
 // The compiled instances. Widest rows first: they make the most of each loaded key.
 inline constexpr WgmmaTile kWgmmaTiles[] = {
-    {512, 72, 2, 1, 232, 300, 510},  // 8 heads x 9 nodes
-    {512, 64, 2, 2, 208, 260, 450}, {512, 32, 2, 2, 205, 250, 440},
-    {512, 16, 3, 1, 195},  // of FP8 rows the next tile's rope columns would need a place before these are scored
+    {512, 72, 2, 1, 213, 300, 510},  // 8 heads x 9 nodes
+    {512, 64, 2, 2, 194, 260, 450},
+    {512, 32, 2, 2, 205, 250, 440},
+    {512, 16, 3, 1, 195},  // e4m3: the next tile's rope columns would need a place before these are scored
     {512, 8, 3, 3, 195, 210, 430},  // a decoded token of a TP8 rank
-    {256, 64, 4, 4, 120, 150},      {256, 16, 5, 5, 120, 130},
+    {256, 64, 4, 4, 120, 150},
+    {256, 16, 5, 5, 120, 130},
+    {512, 64, 2, 2, 161, 0, 0, true},  // hundreds of rows a request
 };
 
-constexpr WgmmaTile find_wgmma_tile(int d_v, int rows) {
+constexpr WgmmaTile find_wgmma_tile(int d_v, int rows, bool rows_are_m = false) {
   for (const WgmmaTile& t : kWgmmaTiles)
-    if (t.d_v == d_v && t.rows == rows) return t;
+    if (t.d_v == d_v && t.rows == rows && t.rows_are_m == rows_are_m) return t;
   return {};
 }
 
@@ -333,8 +342,9 @@ struct WgmmaChoice {
 
 // What should end first for `requests` requests of about `rows` (node, head) rows and at most `keys` keys; null for a d_v without tiles.
 // Two CTAs a worker only where each pair of a row tile and its keys then has a worker of its own: nothing is left to merge by way of memory.
+// If a row's bits must not depend on the batch, of one form.
 inline WgmmaChoice choose_wgmma(int d_v, DType kv_dtype, int64_t requests, int64_t rows, int64_t keys,
-                                int num_sms) {
+                                int num_sms, bool batch_invariant = false) {
   WgmmaChoice best;
   int64_t best_cost = 0;
   for (const WgmmaTile& t : kWgmmaTiles)
@@ -342,7 +352,7 @@ inline WgmmaChoice choose_wgmma(int d_v, DType kv_dtype, int64_t requests, int64
       SplitParams split;
       split.tile = clustered(t.policy(kv_dtype), cluster);
       split.num_workers = num_sms >= cluster ? num_sms / cluster : 1;
-      if (t.d_v != d_v || split.tile.load_cost == 0) continue;
+      if (t.d_v != d_v || split.tile.load_cost == 0 || (t.rows_are_m && batch_invariant)) continue;
       const BatchCost batch = equal_batch(split, requests, rows, keys);
       if (cluster > 1 && (!t.can_cluster(kv_dtype) || batch.pairs > split.num_workers)) continue;
       int64_t cost = cluster > 1 ? whole_cost(split, batch) : equal_batch_cost(split, batch);

@@ -61,7 +61,7 @@ int registers_of(std::string_view backend, const DeviceModel& device, const MlaS
 }  // namespace
 
 std::vector<KernelModel> kernel_models(const DeviceModel& device, const MlaShape& shape, DType kv_dtype,
-                                       int requests, int rows, int64_t keys) {
+                                       int requests, int rows, int64_t keys, bool batch_invariant) {
   if (device.arch == "cpu") return {{"cpu_simd", cpu_simd_tile(rows), 1, 0, 0, false}};
   std::vector<KernelModel> models;
   const auto add = [&](const char* backend, const TilePolicy& tile, int threads, int64_t smem_bytes,
@@ -89,13 +89,15 @@ std::vector<KernelModel> kernel_models(const DeviceModel& device, const MlaShape
   }
   const auto add_wgmma = [&](bool if_preferred) {
     if (device.arch != "sm_90a" || kv_dtype == DType::kF32) return;
-    const WgmmaChoice wgmma = choose_wgmma(shape.d_v, kv_dtype, requests, rows, keys, device.num_sms);
+    const WgmmaChoice wgmma =
+        choose_wgmma(shape.d_v, kv_dtype, requests, rows, keys, device.num_sms, batch_invariant);
     if (!wgmma.tile || prefers_wgmma(*wgmma.tile, kv_dtype, keys) != if_preferred) return;
-    const int registers =
-        registers_of("cuda_wgmma " + std::to_string(wgmma.tile->rows), device, shape, kv_dtype);
+    const int registers = registers_of(
+        (wgmma.tile->rows_are_m ? "cuda_wgmma_rows " : "cuda_wgmma ") + std::to_string(wgmma.tile->rows),
+        device, shape, kv_dtype);
     if (registers == 0) return;
-    add("cuda_wgmma", wgmma.tile->policy(kv_dtype), WgmmaTile::kThreads, wgmma.tile->smem_bytes(), registers,
-        true);
+    add("cuda_wgmma", wgmma.tile->policy(kv_dtype), wgmma.tile->threads(), wgmma.tile->smem_bytes(),
+        registers, true);
     models.back().cluster = wgmma.cluster;
   };
   add_wgmma(true);

@@ -28,6 +28,6 @@ TilePolicy cpu_simd_tile(int rows);
 // this build has them or not;
 // cpu_simd for the CPU. `rows` is the largest q_len * h_q of the batch of `requests`, `keys` its largest kv_len.
 std::vector<KernelModel> kernel_models(const DeviceModel& device, const MlaShape& shape, DType kv_dtype,
-                                       int requests, int rows, int64_t keys);
+                                       int requests, int rows, int64_t keys, bool batch_invariant = false);
 
 }  // namespace treemla

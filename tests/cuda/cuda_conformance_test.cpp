@@ -93,10 +93,47 @@ Suite& random_suite() {
   return suite;
 }
 
+// Hundreds of rows a request, of ragged lengths.
+std::vector<CaseParam> many_rows_cases() {
+  CaseSpec spec;
+  spec.requests = {{400, 9}, {0, 5}, {0, 0}, {64, 33}, {130, 12}, {7, 1}};
+  spec.shape = {100, 512, 64};
+  std::vector<CaseParam> list = {{spec, {.out_dtype = DType::kBF16}, {}}};
+  spec.q_dtype = spec.kv_dtype = DType::kF16;
+  spec.page_size = 7;
+  list.push_back({spec, {.block_table = true, .index_type = IndexType::kI64, .out_dtype = DType::kF16}, {}});
+  spec.q_dtype = spec.kv_dtype = DType::kBF16;
+  spec.gain = 30;  // maxima rise
+  list.push_back({spec, {.ancestor_bits = true}, {}});
+  spec.mask = MaskKind::kCausal;
+  spec.shape.d_rope = 0;
+  list.push_back({spec, {.strided = true}, {}});
+  spec.mask = MaskKind::kNone;
+  spec.gain = 0.01;
+  list.push_back({spec, {}, {}});
+  return list;
+}
+Suite& many_rows() {
+  static Suite suite(many_rows_cases());
+  return suite;
+}
+// How a backend plans a problem of host memory.
+std::string description(const VerifyProblem& p, const RunOptions& options) {
+  HostedProblem there(*find_backend(options.backend), p);
+  Verifier verifier(options);
+  verifier.plan(there.problem());
+  return verifier.describe();
+}
+// Tests name shapes that instances of cuda_wgmma are chosen for by what they take on a card of so many multiprocessors.
+bool chooses_as_on_h200(const std::string& backend) {
+  return backend == "cuda_wgmma" && current_cuda_device().model.num_sms == 132;
+}
+
 struct Serving;
 class CudaBackends : public testing::TestWithParam<std::string> {
  protected:
   void replay_one_graph(Serving s, int sets, DType out_dtype);
+  void poison_tree_rows(DType dtype, int prefix, int nodes, int h_q);
   void run_suite(Suite& suite) {
     int run = 0, refused = 0;
     for (std::size_t i = 0; i < suite.params.size(); ++i) {
@@ -131,6 +168,17 @@ INSTANTIATE_TEST_SUITE_P(All, CudaBackends, testing::ValuesIn(cuda_backends()),
 TEST_P(CudaBackends, Smoke) { run_suite(smoke()); }
 TEST_P(CudaBackends, Corner) { run_suite(corner()); }
 TEST_P(CudaBackends, Random) { run_suite(random_suite()); }
+
+TEST_P(CudaBackends, HundredsOfRows) {
+  if (chooses_as_on_h200(GetParam()))
+    for (const auto& instance : many_rows().instances)
+      for (const bool batch_invariant : {false, true}) {
+        const std::string plan =
+            description(instance->problem(), {.backend = GetParam(), .batch_invariant = batch_invariant});
+        EXPECT_EQ(plan.find("rows as M") == std::string::npos, batch_invariant) << plan;
+      }
+  run_suite(many_rows());
+}
 
 TEST_P(CudaBackends, RecordedCases) {
   for (const auto& entry : std::filesystem::directory_iterator(cases_dir())) {
@@ -405,11 +453,19 @@ TEST_P(CudaBackends, OneGraphServesManyLengths) {
 TEST_P(CudaBackends, OneGraphServesManyLengthsOfManyHeads) {
   const DType dtype = native_dtype(GetParam());
   const Serving s(100, dtype, 79);
-  if (GetParam() == "cuda_wgmma" && current_cuda_device().model.num_sms == 132) {
-    HostedProblem there(*find_backend(GetParam()), s.problem(Serving::kTotalQ));
-    Verifier verifier({.backend = GetParam()});
-    verifier.plan(there.problem());
-    EXPECT_NE(verifier.describe().find("66 workers of 2 blocks"), std::string::npos) << verifier.describe();
+  if (chooses_as_on_h200(GetParam())) {
+    const std::string plan = description(s.problem(Serving::kTotalQ), {.backend = GetParam()});
+    EXPECT_NE(plan.find("66 workers of 2 blocks"), std::string::npos) << plan;
+  }
+  replay_one_graph(s, 4, dtype);
+}
+// And at which it has rows as M.
+TEST_P(CudaBackends, OneGraphServesManyLengthsOfHundredsOfRows) {
+  const DType dtype = native_dtype(GetParam());
+  const Serving s(200, dtype, 100);
+  if (chooses_as_on_h200(GetParam())) {
+    const std::string plan = description(s.problem(Serving::kTotalQ), {.backend = GetParam()});
+    EXPECT_NE(plan.find("rows as M"), std::string::npos) << plan;
   }
   replay_one_graph(s, 4, dtype);
 }
@@ -578,40 +634,44 @@ TEST_P(CudaBackends, BatchInvariant) {
 
 // ---- poison and lies ----
 
-TEST_P(CudaBackends, NanOfATreeRowReachesOnlyItsDescendants) {
-  for (const DType dtype : cache_dtypes(GetParam())) {
-    SCOPED_TRACE(dtype_name(dtype));
-    CaseSpec spec;
-    spec.requests = {{130, 21}};
-    spec.shape = {9, 512, 64};
-    spec.kv_dtype = dtype;
-    spec.q_dtype = query_dtype(dtype);
-    const Case c = generate_case(spec);
-    VerifyProblem p = c.problem();
-    const Rows clean(p, {.backend = GetParam()});
-    const int64_t row_bytes = kv_row_stride(p) * static_cast<int64_t>(dtype_bytes(p.kv.dtype));
-    std::vector<unsigned char> kv(static_cast<std::size_t>(p.kv.num_pages * p.kv.page_size * row_bytes));
-    std::memcpy(kv.data(), p.kv.data, kv.size());
-    p.kv.data = kv.data();
-    for (const int poisoned : {3, 11, 20}) {
-      const int64_t row = pool_row(p.pages, p.kv.page_size, page_base(p.pages, 0), 130 + poisoned);
-      const std::vector<unsigned char> saved(kv.begin() + row * row_bytes,
-                                             kv.begin() + (row + 1) * row_bytes);
-      std::memset(kv.data() + row * row_bytes, 0xFF,
-                  static_cast<std::size_t>(row_bytes));  // NaN in every dtype
-      const Rows dirty(p, {.backend = GetParam()});
-      for (int i = 0; i < 21; ++i) {
-        bool descends = false;
-        for (int j = i; j >= 0; j = p.mask.parents[j]) descends |= j == poisoned;
-        if (descends)
-          EXPECT_TRUE(std::isnan(dirty.nodes(p.shape, i, 1)[0])) << "node " << i << " sees node " << poisoned;
-        else
-          EXPECT_TRUE(same_bits(clean.nodes(p.shape, i, 1), dirty.nodes(p.shape, i, 1)))
-              << "node " << i << " does not see node " << poisoned;
-      }
-      std::copy(saved.begin(), saved.end(), kv.begin() + row * row_bytes);
+void CudaBackends::poison_tree_rows(DType dtype, int prefix, int nodes, int h_q) {
+  SCOPED_TRACE(dtype_name(dtype));
+  CaseSpec spec;
+  spec.requests = {{prefix, nodes}};
+  spec.shape = {h_q, 512, 64};
+  spec.kv_dtype = dtype;
+  spec.q_dtype = query_dtype(dtype);
+  const Case c = generate_case(spec);
+  VerifyProblem p = c.problem();
+  const Rows clean(p, {.backend = GetParam()});
+  const int64_t row_bytes = kv_row_stride(p) * static_cast<int64_t>(dtype_bytes(p.kv.dtype));
+  std::vector<unsigned char> kv(static_cast<std::size_t>(p.kv.num_pages * p.kv.page_size * row_bytes));
+  std::memcpy(kv.data(), p.kv.data, kv.size());
+  p.kv.data = kv.data();
+  for (const int poisoned : {3, 11, 20}) {
+    const int64_t row = pool_row(p.pages, p.kv.page_size, page_base(p.pages, 0), prefix + poisoned);
+    const std::vector<unsigned char> saved(kv.begin() + row * row_bytes, kv.begin() + (row + 1) * row_bytes);
+    std::memset(kv.data() + row * row_bytes, 0xFF,
+                static_cast<std::size_t>(row_bytes));  // NaN in every dtype
+    const Rows dirty(p, {.backend = GetParam()});
+    for (int i = 0; i < nodes; ++i) {
+      bool descends = false;
+      for (int j = i; j >= 0; j = p.mask.parents[j]) descends |= j == poisoned;
+      if (descends)
+        EXPECT_TRUE(std::isnan(dirty.nodes(p.shape, i, 1)[0])) << "node " << i << " sees node " << poisoned;
+      else
+        EXPECT_TRUE(same_bits(clean.nodes(p.shape, i, 1), dirty.nodes(p.shape, i, 1)))
+            << "node " << i << " does not see node " << poisoned;
     }
+    std::copy(saved.begin(), saved.end(), kv.begin() + row * row_bytes);
   }
+}
+TEST_P(CudaBackends, NanOfATreeRowReachesOnlyItsDescendants) {
+  for (const DType dtype : cache_dtypes(GetParam())) poison_tree_rows(dtype, 130, 21, 9);
+}
+// Of hundreds of rows a request, which cuda_wgmma has as M.
+TEST_P(CudaBackends, NanOfATreeRowReachesOnlyItsDescendantsOfManyHeads) {
+  poison_tree_rows(native_dtype(GetParam()), 530, 40, 128);
 }
 
 // Slots near the end of a pool of more than 2^31 elements, everything else NaN, against the same rows in a small pool.

@@ -224,7 +224,7 @@ Shape make_shape(const PlanOptions& o, const DeviceModel& device) {
   x.batch = make_batch(o);
   x.work = count_work(shape, x.batch.q_len, x.batch.kv_len, q_dtype, kv_dtype, q_dtype);
   x.kernels = kernel_models(device, shape, kv_dtype, static_cast<int>(x.batch.q_len.size()), x.batch.max_rows,
-                            x.batch.max_keys);
+                            x.batch.max_keys, o.batch_invariant);
   // 16-bit caches deserve tensor cores: what those could do is shown even where no kernel uses them.
   const bool wants_tensor_cores = device.arch != "cpu" && o.dtype != "fp32";
   const bool has_tensor_cores =

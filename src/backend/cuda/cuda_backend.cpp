@@ -237,8 +237,7 @@ std::unique_ptr<BackendPlan> CudaBackend::plan(const VerifyProblem& p, const Run
   const CudaDevice& device = current_cuda_device();
   auto plan = std::make_unique<CudaPlan>();
   plan->device = device.reason;
-  plan->kernel = instance(p, device);
-  if (options.batch_invariant) plan->kernel.cluster = 1;
+  plan->kernel = options.batch_invariant ? invariant_instance(p, device) : instance(p, device);
   const CudaInstance& k = plan->kernel;
 
   const std::string name(name_);

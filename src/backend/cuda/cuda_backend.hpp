@@ -51,6 +51,12 @@ class CudaBackend : public Backend {
   virtual Support supports_kernel(const VerifyProblem& problem, const CudaDevice& device) const = 0;
   // Only for problems that supports_kernel() takes.
   virtual CudaInstance instance(const VerifyProblem& problem, const CudaDevice& device) const = 0;
+  // The one where bits must not depend on the batch.
+  virtual CudaInstance invariant_instance(const VerifyProblem& problem, const CudaDevice& device) const {
+    CudaInstance k = instance(problem, device);
+    k.cluster = 1;
+    return k;
+  }
 
  private:
   std::string name_;

@@ -7,6 +7,8 @@
 // d_v/d_rope 512/64, 512/0, 256/64, 256/32, packed rows with d_v 512; any h_q, page size, mask. Keys and shapes as everywhere:
 // src/plan/split.hpp cuts the work, tiles begin at multiples of 64 keys.
 //
+// Hundreds of rows a request over 16-bit caches have a form of their own: cuda_wgmma_rows.cuh. Of the others this is said:
+//
 // Rows are the N of wgmma.m64nNk16, whose granularity is 8, and keys or columns its M: 72 rows, 8 heads x 9 nodes, leave no row idle.
 // Both products have the same keys in shared memory as their A: as they lie for the first, transposed for the second.
 //
@@ -47,7 +49,8 @@
 // not finite are cleared, lest 0 * NaN reach a row that does not see them; whoever sees such a key has NaN among its weights.
 //
 // A row's bits depend on its keys alone: products, sums and maxima are taken over tiles of 64 keys in every instance, and a maximum is
-// raised by the row's own scores.
+// raised by the row's own scores. The form with rows as M adds weights in another order, and is not taken where bits must not depend on the
+// batch.
 
 #include <algorithm>
 #include <string>
@@ -60,7 +63,7 @@
 namespace treemla {
 namespace {
 
-// Compiled in four files, which takes a compiler long enough each.
+// Compiled in five files, which takes a compiler long enough each.
 const void* find_kernel(const WgmmaTile& tile, DType q_dtype, DType kv_dtype) {
   const bool is_bf16 = q_dtype == DType::kBF16;
   switch (kv_dtype) {
@@ -69,14 +72,15 @@ const void* find_kernel(const WgmmaTile& tile, DType q_dtype, DType kv_dtype) {
     case DType::kF8E4M3Packed:
       return wgmma_kernel_packed(tile);
     default:
+      if (tile.rows_are_m) return wgmma_rows_kernel(tile, is_bf16);
       return is_bf16 ? wgmma_kernel_bf16(tile) : wgmma_kernel_fp16(tile);
   }
 }
 
-WgmmaChoice choose(const VerifyProblem& p, const CudaDevice& device) {
+WgmmaChoice choose(const VerifyProblem& p, const CudaDevice& device, bool batch_invariant = false) {
   const int64_t nodes = p.b > 0 ? ceil_div<int64_t>(p.q.total_q, p.b) : 0;
   return choose_wgmma(p.shape.d_v, p.kv.dtype, p.b, nodes * p.shape.h_q, kv_len_bound(p),
-                      std::max(1, device.model.num_sms));
+                      std::max(1, device.model.num_sms), batch_invariant);
 }
 
 class CudaWgmma : public CudaBackend {
@@ -114,14 +118,24 @@ class CudaWgmma : public CudaBackend {
   }
 
   CudaInstance instance(const VerifyProblem& p, const CudaDevice& device) const override {
-    const WgmmaChoice choice = choose(p, device);
+    return instance_of(choose(p, device), p);
+  }
+  CudaInstance invariant_instance(const VerifyProblem& p, const CudaDevice& device) const override {
+    CudaInstance k = instance_of(choose(p, device, true), p);
+    k.cluster = 1;
+    return k;
+  }
+
+ private:
+  static CudaInstance instance_of(const WgmmaChoice& choice, const VerifyProblem& p) {
     CudaInstance k;
     k.function = find_kernel(*choice.tile, p.q.dtype, p.kv.dtype);
-    k.threads = WgmmaTile::kThreads;
+    k.threads = choice.tile->threads();
     k.smem_bytes = choice.tile->smem_bytes();
     k.cluster = choice.cluster;
     k.tile = choice.tile->policy(p.kv.dtype);
     k.narrow_partials = choice.tile->rows >= 32;  // of few rows they are written faster wide
+    if (choice.tile->rows_are_m) k.label = "rows as M";
     return k;
   }
 };

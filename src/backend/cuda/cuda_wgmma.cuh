@@ -182,26 +182,29 @@ struct Copier {
   uint32_t q_round = 0;
   bool has_begun = false;
   static constexpr int kKeyRows = C::kKeys / 16;
-  // This thread's chunk of the first panel of its rows, and what the page table says of those of the next tile.
+  // This thread's chunk of the first panel of its rows, and what the page table says of one of the next tile.
   const char* rows[kKeyRows];
-  uint32_t entries[kKeyRows];
+  uint32_t entry;
 
   __device__ __forceinline__ Copier(const KernelArgs& a, const SharedMap<C>& m, int thread)
       : args(a), map(m), first_row(thread / 8), chunk(thread % 8) {}
 
+  // Of the 16 rows of a warp lane l looks up one: row l / 4 % 4 of those lanes whose first_row is l % 4 on. So nobody waits for four lookups.
+  static_assert(kKeyRows == 4);
+  __device__ __forceinline__ int looked_up() const {
+    return (first_row & ~3) + (chunk & 3) + 16 * (2 * (first_row & 1) + (chunk >> 2));
+  }
   __device__ __forceinline__ void fetch_entries(const CudaWorkItem& item, int tile_key) {
-#pragma unroll
-    for (int i = 0; i < kKeyRows; ++i) {
-      const int key = tile_key + first_row + 16 * i;
-      if (key < item.key_end) entries[i] = fetch_entry(args, item.page_base, key);
-    }
+    const int key = tile_key + looked_up();
+    if (key < item.key_end) entry = fetch_entry(args, item.page_base, key);
   }
   // The bytes between rows fit 32 bits: supports_kernel() looks. Rows past the item's end are row 0, of which nothing is read.
   __device__ __forceinline__ void find_rows(const CudaWorkItem& item, int tile_key) {
+    const int key = tile_key + looked_up();
+    const uint32_t one = key < item.key_end ? row_of_entry(args, item, item.page_base, key, entry) : 0;
 #pragma unroll
     for (int i = 0; i < kKeyRows; ++i) {
-      const int key = tile_key + first_row + 16 * i;
-      const uint32_t row = key < item.key_end ? row_of_entry(args, item, item.page_base, key, entries[i]) : 0;
+      const uint32_t row = __shfl_sync(~0u, one, 4 * i + (first_row & 3));
       rows[i] = static_cast<const char*>(args.kv) + 16 * chunk +
                 static_cast<uint64_t>(row) * (2 * static_cast<uint32_t>(args.kv_row_stride));
     }
@@ -319,6 +322,50 @@ struct PackedScales {
   }
 };
 
+// ---- masks ----
+
+// Bit i: the row sees key tile_key + i. Any number of them for rows that are padding.
+__device__ __forceinline__ uint64_t seen_keys(const KernelArgs& args, const CudaWorkItem& item, int tile_key,
+                                              int row) {
+  const int packed = min(item.row_begin + row, item.row_end - 1), node = packed / args.h_q;
+  const int first = tile_key - item.prefix_len,
+            before = max(-first, 0);  // tree key of bit 0; keys of the prefix
+  const auto lowest = [](int n) { return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; };
+  uint64_t seen = ~uint64_t{0};
+  if (before < WgmmaTile::kKeys) {
+    const int from = max(first, 0);
+    uint64_t tree = ~uint64_t{0};
+    if (args.mask.kind == MaskKind::kCausal) {
+      tree = lowest(max(node + 1 - from, 0));
+    } else if (args.mask.kind == MaskKind::kTree) {
+      const uint32_t* words = args.mask.bits + (static_cast<int64_t>(item.q_begin) + node) * args.mask.words;
+      const auto word = [&](int i) { return i < args.mask.words ? words[i] : 0u; };
+      const int w = from >> 5;
+      tree = static_cast<uint64_t>(__funnelshift_r(word(w + 1), word(w + 2), from)) << 32 |
+             __funnelshift_r(word(w), word(w + 1), from);
+    }
+    seen = tree << before | lowest(before);
+  }
+  return seen & lowest(item.key_end - tile_key);
+}
+// A hidden row may hold NaN or infinity, and a weight of 0 would not keep it out of a product: zeros instead. Whoever sees the row has
+// NaN among its weights.
+template <class C>
+__device__ __forceinline__ void clear_nonfinite(uint32_t panels, const CudaWorkItem& item, int tile_key) {
+  const int thread = thread_of_group();
+  constexpr int kRowChunks = 8 * C::kPanels;
+  const int begin = max(item.prefix_len - tile_key, 0), end = min(item.key_end - tile_key, C::kKeys);
+#pragma unroll 1
+  for (int i = begin * kRowChunks + thread; i < end * kRowChunks; i += 128) {
+    const int row = i / kRowChunks, c = i % kRowChunks;
+    const uint32_t at = panels + c / 8 * C::kPanelBytes + row * 128 + c % 8 * 16;
+    uint4 x = load_shared<uint4>(at);
+    clear_nonfinite_pair<typename C::T>(x.x), clear_nonfinite_pair<typename C::T>(x.y);
+    clear_nonfinite_pair<typename C::T>(x.z), clear_nonfinite_pair<typename C::T>(x.w);
+    store_shared(at, x);
+  }
+}
+
 // Sums of a thread: key g or g + 8 of the warp's 16 x rows 8 j + t, 8 j + t + 1, as multiply() has them.
 template <class C>
 struct Scorer {
@@ -405,35 +452,11 @@ struct Scorer {
     }
   }
 
-  // Bit i: the row sees key tile_key + i. Any number of them for rows that are padding.
-  __device__ __forceinline__ uint64_t seen_keys(const CudaWorkItem& item, int tile_key, int row) const {
-    const int packed = min(item.row_begin + row, item.row_end - 1), node = packed / args.h_q;
-    const int first = tile_key - item.prefix_len,
-              before = max(-first, 0);  // tree key of bit 0; keys of the prefix
-    const auto lowest = [](int n) { return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; };
-    uint64_t seen = ~uint64_t{0};
-    if (before < C::kKeys) {
-      const int from = max(first, 0);
-      uint64_t tree = ~uint64_t{0};
-      if (args.mask.kind == MaskKind::kCausal) {
-        tree = lowest(max(node + 1 - from, 0));
-      } else if (args.mask.kind == MaskKind::kTree) {
-        const uint32_t* words =
-            args.mask.bits + (static_cast<int64_t>(item.q_begin) + node) * args.mask.words;
-        const auto word = [&](int i) { return i < args.mask.words ? words[i] : 0u; };
-        const int w = from >> 5;
-        tree = static_cast<uint64_t>(__funnelshift_r(word(w + 1), word(w + 2), from)) << 32 |
-               __funnelshift_r(word(w), word(w + 1), from);
-      }
-      seen = tree << before | lowest(before);
-    }
-    return seen & lowest(item.key_end - tile_key);
-  }
   // By way of the place of the weights: the last ones must be used.
   __device__ __forceinline__ void hide(float (&x)[kSums], const CudaWorkItem& item, int tile_key) const {
     const int thread = thread_of_group(), lane = thread % 32, warp = thread / 32;
     wait_weights_used();
-    if (thread < C::kRows) store_shared(map.weights() + 8 * thread, seen_keys(item, tile_key, thread));
+    if (thread < C::kRows) store_shared(map.weights() + 8 * thread, seen_keys(args, item, tile_key, thread));
     sync();
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
@@ -443,23 +466,6 @@ struct Scorer {
       if (!(seen >> 8 & 1)) x[i / 2 * 4 + 2 + i % 2] = -INFINITY;
     }
   }
-  // A hidden row may hold NaN or infinity, and a weight of 0 would not keep it out of a product: zeros instead. Whoever sees the row has
-  // NaN among its weights.
-  __device__ __forceinline__ void clear_nonfinite(const CudaWorkItem& item, int tile_key) const {
-    const int thread = thread_of_group();
-    constexpr int kRowChunks = 8 * C::kPanels;
-    const int begin = max(item.prefix_len - tile_key, 0), end = min(item.key_end - tile_key, C::kKeys);
-#pragma unroll 1
-    for (int i = begin * kRowChunks + thread; i < end * kRowChunks; i += 128) {
-      const int row = i / kRowChunks, c = i % kRowChunks;
-      const uint32_t at = map.panel(ring.stage, c / 8) + row * 128 + c % 8 * 16;
-      uint4 x = load_shared<uint4>(at);
-      clear_nonfinite_pair<T>(x.x), clear_nonfinite_pair<T>(x.y);
-      clear_nonfinite_pair<T>(x.z), clear_nonfinite_pair<T>(x.w);
-      store_shared(at, x);
-    }
-  }
-
   // Online softmax (Milakov and Gimelshein, 2018): m is about the largest score so far, the weights are 2^(s - m), and
   // 2^(m_old - m) is what the sums so far must be multiplied by. Whether m is raised is a row's own affair: its bits don't depend on others.
   __device__ __forceinline__ uint32_t own_tops() const {
@@ -645,7 +651,8 @@ struct Scorer {
       for (int i = 0; i < kSums; ++i) x[i] *= scale();
       if (key + C::kKeys > min(item.prefix_len, key_end)) {
         hide(x, item, key);
-        if constexpr (!C::kIsPacked) clear_nonfinite(item, key);  // else by whoever scales them
+        if constexpr (!C::kIsPacked)
+          clear_nonfinite<C>(map.panel(ring.stage, 0), item, key);  // else by whoever scales them
       }
       const bool raises = sync_group_or<kBarrier>(exceeds(x));
       if (raises) raise_tops(x);
@@ -873,8 +880,12 @@ const void* find_kernel(const WgmmaTile& tile) {
     return nullptr;
   } else {
     constexpr const WgmmaTile& kTile = kWgmmaTiles[i];
-    if (tile.d_v != kTile.d_v || tile.rows != kTile.rows) return find_kernel<T, i + 1>(tile);
-    return reinterpret_cast<const void*>(&wgmma_kernel<Config<T, kTile.d_v, kTile.rows>>);
+    if constexpr (kTile.rows_are_m) {  // see cuda_wgmma_rows.cuh
+      return find_kernel<T, i + 1>(tile);
+    } else {
+      if (tile.d_v != kTile.d_v || tile.rows != kTile.rows) return find_kernel<T, i + 1>(tile);
+      return reinterpret_cast<const void*>(&wgmma_kernel<Config<T, kTile.d_v, kTile.rows>>);
+    }
   }
 }
 

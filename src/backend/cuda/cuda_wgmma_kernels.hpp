@@ -7,6 +7,7 @@ namespace treemla {
 
 const void* wgmma_kernel_bf16(const WgmmaTile& tile);
 const void* wgmma_kernel_fp16(const WgmmaTile& tile);
+const void* wgmma_rows_kernel(const WgmmaTile& tile, bool is_bf16);  // tiles with rows as M
 const void* wgmma_kernel_e4m3(const WgmmaTile& tile, bool q_is_bf16);
 const void* wgmma_kernel_packed(const WgmmaTile& tile);
 
