@@ -311,7 +311,7 @@ struct WgmmaTile {
     t.piece_cost = rows > 32 ? rows / 24 : 0;
     t.switch_cost = 2 * t.pair_cost;
     t.reread_percent = 10;
-    t.cluster_cost = 200;
+    t.cluster_cost = 400;
     return t;
   }
 };
@@ -352,7 +352,9 @@ inline WgmmaChoice choose_wgmma(int d_v, DType kv_dtype, int64_t requests, int64
       SplitParams split;
       split.tile = clustered(t.policy(kv_dtype), cluster);
       split.num_workers = num_sms >= cluster ? num_sms / cluster : 1;
-      if (t.d_v != d_v || split.tile.load_cost == 0 || (t.rows_are_m && batch_invariant)) continue;
+      if (t.d_v != d_v || split.tile.load_cost == 0) continue;
+      // Few rows wait for memory, of which narrow tiles keep more on its way.
+      if (t.rows_are_m && (batch_invariant || rows < t.rows)) continue;
       const BatchCost batch = equal_batch(split, requests, rows, keys);
       if (cluster > 1 && (!t.can_cluster(kv_dtype) || batch.pairs > split.num_workers)) continue;
       int64_t cost = cluster > 1 ? whole_cost(split, batch) : equal_batch_cost(split, batch);
