@@ -145,6 +145,8 @@ SplitParams even_params() {
   p.tile.pair_cost = 900;
   p.tile.merge_cost = 300;
   p.tile.piece_cost = 4;
+  p.tile.switch_cost = 1800;
+  p.tile.reread_percent = 10;
   return p;
 }
 
@@ -184,13 +186,67 @@ TEST(SplitPlanTest, EvenPiecesAreTheShortestThatThereAreWorkersFor) {
     EXPECT_EQ(found.pieces, pieces(least));
 
     const SplitPlan plan = make_split_plan(p, batch.q_len, batch.kv_len);
-    if (choose_layout(p, cost, found).units == 0) continue;
+    const PairLayout layout = choose_layout(p, cost, found).layout;
+    if (layout.units == 0 || layout.first_pairs > 0) continue;
     ++even;
     EXPECT_EQ(plan.items.size(), static_cast<size_t>(found.pieces));
     EXPECT_EQ(plan.busy_workers(), found.pieces);
     EXPECT_LE(plan.max_worker_cost, p.tile.pair_cost + least * p.tile.load_cost);
   }
   EXPECT_GT(even, 100);
+}
+
+TEST(SplitPlanTest, PairsLeftOverAreCutEvenly) {
+  // 144 row tiles of 257 key tiles on 132 workers: 132 of them whole, 12 in 11 pieces of 24 key tiles.
+  const Batch batch = {std::vector<int32_t>(8, 162), std::vector<int32_t>(8, 257 * 64)};
+  const SplitParams p = even_params();
+  const SplitPlan plan = make_split_plan(p, batch.q_len, batch.kv_len);
+  check_coverage(plan, batch);
+  EXPECT_EQ(plan.items.size(), 132 + 12 * 11);
+  EXPECT_EQ(plan.combines.size(), 12);
+  EXPECT_EQ(plan.max_worker_cost, 900 + 257 * 240 + 900 + 24 * 240);
+  // Everyone begins with a whole one.
+  for (int w = 0; w < 132; ++w) EXPECT_EQ(plan.items[plan.worker_indptr[w]].partial, -1);
+}
+
+TEST(SplitPlanTest, FewerPairsThanWorkersAreCutInTwoKindsOfPieces) {
+  // 72 row tiles of 257 key tiles on 132 workers: 66 in 2 pieces of 129, 6 in 22 of 12.
+  const Batch batch = {std::vector<int32_t>(8, 81), std::vector<int32_t>(8, 257 * 64)};
+  const SplitPlan plan = make_split_plan(even_params(), batch.q_len, batch.kv_len);
+  check_coverage(plan, batch);
+  EXPECT_EQ(plan.items.size(), 66 * 2 + 6 * 22);
+  EXPECT_EQ(plan.max_worker_cost, 900 + 129 * 240 + 900 + 12 * 240);
+}
+
+// Batches whose pairs are all alike, which have layouts of their own.
+TEST(SplitPlanTest, EveryKeyOfEveryRowExactlyOnceOfEqualPairs) {
+  std::mt19937_64 rng(15);
+  int two_kinds = 0;
+  for (int i = 0; i < 2000 && !testing::Test::HasFatalFailure(); ++i) {
+    SplitParams p = even_params();
+    p.num_workers = 1 + rng() % 200;
+    p.h_q = 1 + rng() % 16;
+    const int b = 1 + rng() % 12, keys = 70 + rng() % 20000;
+    Batch batch;
+    BatchCost cost;
+    for (int r = 0; r < b; ++r) {
+      batch.q_len.push_back(1 + rng() % 70);
+      batch.kv_len.push_back(keys);
+      cost.add(request_cost(p, batch.q_len[r], keys));
+    }
+    EvenPieces even;
+    if (cost.pairs <= p.num_workers) even = even_pieces_of_equal(p, cost.pairs, cost.most_units);
+    const LayoutChoice choice = choose_layout(p, cost, even);
+    two_kinds += choice.layout.first_pairs > 0 && choice.layout.units > 0;
+    const SplitPlan plan = make_split_plan(p, batch.q_len, batch.kv_len);
+    SCOPED_TRACE(testing::Message() << "case " << i);
+    check_coverage(plan, batch);
+    if (choice.layout.pieces > 0) {
+      EXPECT_EQ(plan.items.size(), static_cast<size_t>(choice.layout.pieces));
+      EXPECT_LE(plan.max_worker_cost, choice.cost);
+    }
+  }
+  EXPECT_GT(two_kinds, 100);
 }
 
 TEST(SplitPlanTest, UnevenLengthsAreBalanced) {

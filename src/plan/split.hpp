@@ -13,11 +13,9 @@
 // results that `combine` merges. With fixed_tiles > 0 the units are instead chunks of fixed_tiles key tiles counted from
 // key 0, each with a partial of its own: the bits of a row then do not depend on what else is in the batch.
 //
-// Cutting costs as well: partial results are written, read and merged, and a worker that ends one pair and begins another does both. So pairs
-// may lie on the line with gaps (PairLayout), whichever ends soonest:
-//
-//     whole     as long as the longest of them, and pieces a multiple of it: no pair is cut
-//     even      each a multiple of the pieces' length, so that no worker has parts of two
+// Cutting costs as well: partial results are written, read and merged, and a worker that ends one pair and begins another does both. So a
+// batch may be cut in pieces instead, of whole pairs or of as many units each, which go round the workers in their order, whichever ends
+// soonest (PairLayout). Those at work at the same time then are neighbours: row tiles of a request, at the same keys.
 //
 // The functions here are host and device code: a GPU derives its work from the same arithmetic inside a captured graph.
 #pragma once
@@ -60,10 +58,15 @@ struct SplitParams {
   int64_t min_payload = 0;  // least cost worth a worker of its own (balanced mode)
 };
 
-// How the pairs of a batch lie on the line; as it is made, one after another.
+// How a batch is cut: pieces 0, none, is wherever that balances on the line.
 struct PairLayout {
-  int64_t length = 0;  // whole: what each pair takes
-  int units = 0;       // even: of a piece
+  int64_t pieces = 0;       // of the batch; number i is worker i % num_workers's
+  int64_t first_pairs = 0;  // the first so many pairs have pieces of
+  int first_units = 0;      // so many units, or with 0 are a piece each
+  int units = 0;            // of a piece of the others, or less of a pair's last
+  TREEMLA_HD int first_count(int pair_units) const {
+    return first_units > 0 ? ceil_div(pair_units, first_units) : 1;
+  }
 };
 
 // One request on the line.
@@ -71,21 +74,18 @@ struct RequestCost {
   int rows = 0;  // q_len * h_q, or 0 if the request is inert
   int row_tiles = 0;
   int key_tiles = 0;
-  int units = 0;            // per pair: key tiles, or chunks of them
-  int64_t full_unit = 0;    // cost of a unit of a full row tile
-  int64_t last_unit = 0;    // of the last row tile, which may be narrower
-  int64_t offset = 0;       // cost of a pair before its first unit
-  int64_t pair_length = 0;  // that each of its pairs takes on the line; 0: what it costs
+  int units = 0;          // per pair: key tiles, or chunks of them
+  int64_t full_unit = 0;  // cost of a unit of a full row tile
+  int64_t last_unit = 0;  // of the last row tile, which may be narrower
+  int64_t offset = 0;     // cost of a pair before its first unit
   TREEMLA_HD int64_t unit_cost(int row_tile) const {
     return row_tile + 1 < row_tiles ? full_unit : last_unit;
   }
   TREEMLA_HD int64_t full_pair() const { return offset + units * full_unit; }
-  TREEMLA_HD int64_t pair_start(int row_tile) const {
-    return row_tile * (pair_length > 0 ? pair_length : full_pair());
-  }
+  TREEMLA_HD int64_t pair_start(int row_tile) const { return row_tile * full_pair(); }
   TREEMLA_HD int64_t total() const {
     if (row_tiles == 0) return 0;
-    return pair_start(row_tiles - 1) + (pair_length > 0 ? pair_length : offset + units * last_unit);
+    return pair_start(row_tiles - 1) + offset + units * last_unit;
   }
 };
 
@@ -93,11 +93,8 @@ TREEMLA_HD inline int64_t tile_cost(const TilePolicy& t, int rows) {
   return t.load_cost + static_cast<int64_t>(round_up(rows, t.row_granularity)) * t.row_cost;
 }
 
-// layout: choose_layout() of the batch.
-TREEMLA_HD inline RequestCost request_cost(const SplitParams& p, int q_len, int kv_len,
-                                           const PairLayout& layout = {}) {
+TREEMLA_HD inline RequestCost request_cost(const SplitParams& p, int q_len, int kv_len) {
   RequestCost c;
-  c.pair_length = layout.length;
   if (q_len <= 0 || kv_len <= 0) return c;
   c.rows = q_len * p.h_q;
   c.row_tiles = ceil_div(c.rows, p.tile.rows_per_tile);
@@ -114,19 +111,12 @@ TREEMLA_HD inline RequestCost request_cost(const SplitParams& p, int q_len, int 
     c.last_unit = p.tile.pair_cost + c.last_unit * p.fixed_tiles;
     c.offset = 0;
   }
-  if (layout.units > 0) {
-    c.offset = 0;
-    c.pair_length = int64_t{ceil_div(c.units, layout.units)} * layout.units * c.full_unit;
-  }
   return c;
 }
 
 // Cost a worker takes on. Never below the largest unit, so that the workers of a pair are consecutive with none left out.
-TREEMLA_HD inline int64_t worker_payload(const SplitParams& p, int64_t total, const PairLayout& layout = {}) {
-  if (layout.length > 0)
-    return ceil_div<int64_t>(ceil_div<int64_t>(total, layout.length), p.num_workers) * layout.length;
+TREEMLA_HD inline int64_t worker_payload(const SplitParams& p, int64_t total) {
   int64_t unit = tile_cost(p.tile, p.tile.rows_per_tile);
-  if (layout.units > 0) return layout.units * unit;
   if (p.fixed_tiles > 0) unit = p.tile.pair_cost + unit * p.fixed_tiles;
   int64_t payload = ceil_div<int64_t>(total, p.num_workers);
   if (p.fixed_tiles == 0 && payload < p.min_payload) payload = p.min_payload;
@@ -171,20 +161,20 @@ TREEMLA_HD inline int64_t even_cost(const SplitParams& p, int units, int64_t pie
 TREEMLA_HD inline int64_t pieces_of(const RequestCost& c, int units) {
   return int64_t{c.row_tiles} * ceil_div(c.units, units);
 }
+
 // Even pieces of the fewest units that there are workers for. 0: there are more pairs than workers, or kernels whose row tiles differ.
 struct EvenPieces {
   int units = 0;
   int64_t pieces = 0;
 };
 TREEMLA_HD inline bool can_cut_evenly(const SplitParams& p, const BatchCost& batch) {
-  return p.fixed_tiles == 0 && p.tile.row_cost == 0 && p.tile.merge_cost > 0 && batch.pairs > 0 &&
-         batch.pairs <= p.num_workers;
+  return p.fixed_tiles == 0 && p.tile.row_cost == 0 && p.tile.merge_cost > 0 && batch.pairs > 0;
 }
 // pieces_of(units) says how many pieces of so many units the batch has.
 template <class PiecesOf>
 TREEMLA_HD inline EvenPieces find_even_pieces(const SplitParams& p, const BatchCost& batch,
                                               const PiecesOf& pieces_of) {
-  if (!can_cut_evenly(p, batch)) return {};
+  if (!can_cut_evenly(p, batch) || batch.pairs > p.num_workers) return {};
   // A pair has less than one piece more than its share.
   const int64_t spare = p.num_workers - batch.pairs;
   int low = static_cast<int>(ceil_div<int64_t>(batch.units, p.num_workers)), high = batch.most_units;
@@ -198,11 +188,10 @@ TREEMLA_HD inline EvenPieces find_even_pieces(const SplitParams& p, const BatchC
   }
   return {low, pieces_of(low)};
 }
-// Of a batch whose pairs all have as many units.
-TREEMLA_HD inline EvenPieces even_pieces_of_equal(const SplitParams& p, const BatchCost& batch) {
-  if (!can_cut_evenly(p, batch)) return {};
-  const int units = ceil_div(batch.most_units, static_cast<int>(p.num_workers / batch.pairs));
-  return {units, batch.pairs * ceil_div(batch.most_units, units)};
+// Of `pairs` pairs that all have as many units.
+TREEMLA_HD inline EvenPieces even_pieces_of_equal(const SplitParams& p, int64_t pairs, int pair_units) {
+  const int units = ceil_div(pair_units, static_cast<int>(p.num_workers / pairs));
+  return {units, pairs * ceil_div(pair_units, units)};
 }
 
 // Requests of as many rows and keys each: pairs that are all alike.
@@ -217,26 +206,83 @@ inline BatchCost equal_batch(const SplitParams& p, int64_t requests, int64_t row
   batch.total = batch.pairs * batch.largest;
   return batch;
 }
-// When the last worker is done with such a batch, by the layout that choose_layout() would take.
+struct LayoutChoice {
+  PairLayout layout;
+  int64_t cost = 0;  // when the last worker is done
+  TREEMLA_HD void consider(const PairLayout& other, int64_t other_cost) {
+    if (other_cost > cost) return;
+    layout = other;
+    cost = other_cost;
+  }
+  // Pairs that are all alike: as many as fill all workers, whole or in one piece more than there are workers for, and the rest evenly.
+  TREEMLA_HD void consider_two_kinds(const SplitParams& p, const BatchCost& batch) {
+    const int64_t rounds = batch.pairs / p.num_workers,
+                  count = rounds > 0 ? 1 : p.num_workers / batch.pairs + 1,
+                  first = rounds > 0 ? rounds * p.num_workers : p.num_workers / count,
+                  rest = batch.pairs - first;
+    if (rest == 0 || first == 0 || count > batch.most_units) return;
+    const EvenPieces last = even_pieces_of_equal(p, rest, batch.most_units);
+    if (rounds > 0) {
+      consider({first + last.pieces, first, 0, last.units},
+               rounds * batch.largest + even_cost(p, last.units, last.pieces));
+      return;
+    }
+    const int units = ceil_div(batch.most_units, static_cast<int>(count));
+    const int64_t pieces = first * ceil_div(batch.most_units, units);
+    consider({pieces + last.pieces, first, units, last.units},
+             p.tile.pair_cost + units * tile_cost(p.tile, p.tile.rows_per_tile) +
+                 even_cost(p, last.units, pieces + last.pieces));
+  }
+};
+// even: what find_even_pieces() found.
+TREEMLA_HD inline LayoutChoice choose_layout(const SplitParams& p, const BatchCost& batch,
+                                             const EvenPieces& even) {
+  LayoutChoice choice;
+  if (batch.pairs == 0) return choice;
+  choice.cost = cut_cost(p, batch);
+  if (p.fixed_tiles > 0 || p.tile.merge_cost == 0) return choice;
+  if (even.units > 0) choice.consider({even.pieces, 0, 0, even.units}, even_cost(p, even.units, even.pieces));
+  if (can_cut_evenly(p, batch) && batch.total == batch.pairs * batch.largest)
+    choice.consider_two_kinds(p, batch);
+  choice.consider({batch.pairs, batch.pairs, 0, 0}, whole_cost(p, batch));
+  return choice;
+}
+// When the last worker is done with pairs that are all alike.
 inline int64_t equal_batch_cost(const SplitParams& p, const BatchCost& batch) {
   if (batch.units == 0) return 0;
-  const int64_t whole = whole_cost(p, batch), cut = cut_cost(p, batch), least = whole < cut ? whole : cut;
-  const EvenPieces even = even_pieces_of_equal(p, batch);
-  const int64_t evenly = even.units > 0 ? even_cost(p, even.units, even.pieces) : least;
-  return evenly < least ? evenly : least;
+  EvenPieces even;
+  if (can_cut_evenly(p, batch) && batch.pairs <= p.num_workers)
+    even = even_pieces_of_equal(p, batch.pairs, batch.most_units);
+  return choose_layout(p, batch, even).cost;
 }
 
-TREEMLA_HD inline PairLayout choose_layout(const SplitParams& p, const BatchCost& batch,
-                                           const EvenPieces& even) {
-  PairLayout layout;
-  if (p.fixed_tiles > 0 || p.tile.merge_cost == 0 || batch.pairs == 0) return layout;
-  const int64_t whole = whole_cost(p, batch), cut = cut_cost(p, batch),
-                other = even.units > 0 ? even_cost(p, even.units, even.pieces) : cut;
-  if (whole <= cut && whole <= other)
-    layout.length = batch.largest;
-  else if (even.units > 0 && other <= cut)
-    layout.units = even.units;
-  return layout;
+// ---- a batch in pieces ----
+
+// A pair's pieces, of `units` or what is left of them.
+struct PairPieces {
+  int64_t first = 0;  // number of the first
+  int count = 1;
+  int units = 0;
+};
+// `before`: pieces of the requests before; `pair`: the pair's number in the batch, of which it is row tile `row_tile` of its request.
+TREEMLA_HD inline PairPieces pieces_of_pair(const PairLayout& layout, const RequestCost& c, int64_t before,
+                                            int64_t pair, int row_tile) {
+  const int first_count = layout.first_count(c.units);
+  if (pair < layout.first_pairs) return {pair * first_count, first_count, layout.first_units};
+  const int count = layout.units > 0 ? ceil_div(c.units, layout.units) : 1;
+  if (layout.first_pairs == 0) return {before + int64_t{row_tile} * count, count, layout.units};
+  return {layout.first_pairs * first_count + (pair - layout.first_pairs) * count, count, layout.units};
+}
+// Where piece number `piece` is, of the request whose first piece is number `start` and first pair number `pair`.
+TREEMLA_HD inline int row_tile_of_piece(const PairLayout& layout, const RequestCost& c, int64_t start,
+                                        int64_t pair, int64_t piece) {
+  const int first_count = layout.first_count(c.units);
+  const int64_t first_pieces = layout.first_pairs * first_count;
+  if (piece < first_pieces) return static_cast<int>(quotient64(piece, first_count) - pair);
+  const int64_t count = layout.units > 0 ? ceil_div(c.units, layout.units) : 1;
+  return static_cast<int>(pair < layout.first_pairs
+                              ? layout.first_pairs - pair + quotient64(piece - first_pieces, count)
+                              : quotient64(piece - start, count));
 }
 
 struct UnitRange {
@@ -266,6 +312,17 @@ struct PartialSlots {
   int first = 0, second = 0, step = 1;
   TREEMLA_HD int slot(int j) const { return j == 0 ? first : second + (j - 1) * step; }
 };
+
+// Of a batch in pieces, of which cut pairs have at most two a worker. Whole pairs need none.
+TREEMLA_HD inline PartialSlots piece_slots(const PairLayout& layout, const PairPieces& p) {
+  const int first = static_cast<int>(p.first - (layout.first_units == 0 ? layout.first_pairs : 0));
+  return {p.count, first, first + 1, 1};
+}
+TREEMLA_HD inline UnitRange piece_units(const RequestCost& c, const PairPieces& p, int piece) {
+  if (p.count == 1) return {0, c.units};
+  const int begin = piece * p.units, end = begin + p.units;
+  return {begin, end < c.units ? end : c.units};
+}
 
 // Balanced mode: a worker has at most two partials, of a pair begun before it (slot 2w) and of one that goes on after it
 // (slot 2w + 1), so 2 * num_workers slots are enough for any lengths. Fixed mode: slots are numbered along the line;

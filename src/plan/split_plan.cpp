@@ -10,37 +10,67 @@
 namespace treemla {
 namespace {
 
-void add_pair(SplitPlan& plan, int request, int kv_len, const RequestCost& c, int row_tile, int64_t start,
-              int64_t payload, int unit_base) {
-  const SplitParams& p = plan.params;
-  const int keys_per_unit = p.tile.keys_per_tile * std::max(1, p.fixed_tiles);
-  const int row_begin = row_tile * p.tile.rows_per_tile;
-  const int row_end = std::min(c.rows, row_begin + p.tile.rows_per_tile);
-  const PartialSlots slots = partial_slots(p, c, row_tile, start, payload, unit_base);
-  const int64_t unit_cost = c.unit_cost(row_tile);
-  // 64-bit on purpose: the last unit may end past 2^31 before it is cut to kv_len.
-  auto key_at = [&](int unit) {
-    return static_cast<int>(std::min<int64_t>(kv_len, int64_t{unit} * keys_per_unit));
-  };
-  auto add_item = [&](int worker, UnitRange u, int partial) {
-    plan.items.push_back({worker, request, row_begin, row_end, key_at(u.begin), key_at(u.end), partial,
-                          (p.fixed_tiles > 0 ? 0 : p.tile.pair_cost) + (u.end - u.begin) * unit_cost});
-  };
+// The items and the merge of pairs.
+class PairList {
+ public:
+  explicit PairList(SplitPlan& plan) : plan_(plan) {}
 
-  const int w0 = worker_of_unit(c, row_tile, start, payload, 0);
-  const int w1 = worker_of_unit(c, row_tile, start, payload, c.units - 1);
-  int piece = 0;
-  for (int w = w0; w <= w1; ++w) {
-    const UnitRange owned = worker_units(c, row_tile, start, payload, w);
-    if (p.fixed_tiles == 0) {
-      add_item(w, owned, slots.count == 1 ? -1 : slots.slot(piece++));
-      continue;
+  // On the line.
+  void cut(int request, int kv_len, const RequestCost& c, int row_tile, int64_t start, int64_t payload,
+           int unit_base) {
+    const SplitParams& p = plan_.params;
+    const Pair pair(*this, request, kv_len, c, row_tile,
+                    partial_slots(p, c, row_tile, start, payload, unit_base));
+    const int w0 = worker_of_unit(c, row_tile, start, payload, 0);
+    const int w1 = worker_of_unit(c, row_tile, start, payload, c.units - 1);
+    int piece = 0;
+    for (int w = w0; w <= w1; ++w) {
+      const UnitRange owned = worker_units(c, row_tile, start, payload, w);
+      if (p.fixed_tiles == 0) {
+        pair.add(w, owned, piece++);
+        continue;
+      }
+      for (int u = owned.begin; u < owned.end; ++u) pair.add(w, {u, u + 1}, piece++);
     }
-    for (int u = owned.begin; u < owned.end; ++u)
-      add_item(w, {u, u + 1}, slots.count == 1 ? -1 : slots.slot(piece++));
   }
-  if (slots.count > 1) plan.combines.push_back({request, row_begin, row_end, slots});
-}
+  // In pieces.
+  void cut(int request, int kv_len, const RequestCost& c, int row_tile, const PairLayout& layout,
+           const PairPieces& pieces) {
+    const Pair pair(*this, request, kv_len, c, row_tile, piece_slots(layout, pieces));
+    for (int i = 0; i < pieces.count; ++i)
+      pair.add(static_cast<int>((pieces.first + i) % plan_.params.num_workers), piece_units(c, pieces, i), i);
+  }
+
+ private:
+  struct Pair {
+    SplitPlan& plan;
+    int request, kv_len, row_begin, row_end;
+    int64_t unit_cost;
+    PartialSlots slots;
+    Pair(PairList& list, int r, int keys, const RequestCost& c, int row_tile, const PartialSlots& s)
+        : plan(list.plan_),
+          request(r),
+          kv_len(keys),
+          row_begin(row_tile * plan.params.tile.rows_per_tile),
+          row_end(std::min(c.rows, row_begin + plan.params.tile.rows_per_tile)),
+          unit_cost(c.unit_cost(row_tile)),
+          slots(s) {
+      if (slots.count > 1) plan.combines.push_back({request, row_begin, row_end, slots});
+    }
+    void add(int worker, UnitRange u, int piece) const {
+      const SplitParams& p = plan.params;
+      const int keys_per_unit = p.tile.keys_per_tile * std::max(1, p.fixed_tiles);
+      // 64-bit on purpose: the last unit may end past 2^31 before it is cut to kv_len.
+      const auto key_at = [&](int unit) {
+        return static_cast<int>(std::min<int64_t>(kv_len, int64_t{unit} * keys_per_unit));
+      };
+      plan.items.push_back({worker, request, row_begin, row_end, key_at(u.begin), key_at(u.end),
+                            slots.count == 1 ? -1 : slots.slot(piece),
+                            (p.fixed_tiles > 0 ? 0 : p.tile.pair_cost) + (u.end - u.begin) * unit_cost});
+    }
+  };
+  SplitPlan& plan_;
+};
 
 }  // namespace
 
@@ -59,27 +89,30 @@ SplitPlan make_split_plan(const SplitParams& params, std::span<const int32_t> q_
     for (const RequestCost& c : costs) pieces += c.row_tiles > 0 ? pieces_of(c, units) : 0;
     return pieces;
   });
-  const PairLayout layout = choose_layout(params, batch, even);
-  plan.total_cost = 0;
-  for (size_t r = 0; r < q_len.size(); ++r) {
-    costs[r] = request_cost(params, q_len[r], kv_len[r], layout);
-    plan.total_cost += costs[r].total();
-  }
-  const int64_t payload = worker_payload(params, plan.total_cost, layout);
+  const PairLayout layout = choose_layout(params, batch, even).layout;
+  plan.total_cost = layout.pieces > 0 ? layout.pieces : batch.total;
+  const int64_t payload = worker_payload(params, batch.total);
 
-  int64_t start = 0, unit_base = 0;
+  PairList list(plan);
+  int64_t start = 0, unit_base = 0, pair = 0;
   for (size_t r = 0; r < q_len.size(); ++r) {
     const RequestCost& c = costs[r];
-    if (c.rows == 0 && q_len[r] > 0) plan.inert.push_back(static_cast<int>(r));
+    const int request = static_cast<int>(r);
+    if (c.rows == 0 && q_len[r] > 0) plan.inert.push_back(request);
     for (int t = 0; t < c.row_tiles; ++t) {
+      if (layout.pieces > 0) {
+        list.cut(request, kv_len[r], c, t, layout, pieces_of_pair(layout, c, start, pair + t, t));
+        continue;
+      }
       if (params.fixed_tiles > 0 && unit_base > INT32_MAX - c.units)
         throw Error(ErrorCode::kUnsupported, "split_keys",
                     fmt::format("split_keys gives more than {} splits: use longer splits", INT32_MAX));
-      add_pair(plan, static_cast<int>(r), kv_len[r], c, t, start + c.pair_start(t), payload,
-               static_cast<int>(unit_base));
+      list.cut(request, kv_len[r], c, t, start + c.pair_start(t), payload, static_cast<int>(unit_base));
       if (params.fixed_tiles > 0) unit_base += c.units;
     }
-    start += c.total();
+    if (c.row_tiles > 0)
+      start += layout.pieces == 0 ? c.total() : layout.units > 0 ? pieces_of(c, layout.units) : c.row_tiles;
+    pair += c.row_tiles;
   }
 
   std::stable_sort(plan.items.begin(), plan.items.end(),

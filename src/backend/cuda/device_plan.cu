@@ -149,7 +149,7 @@ __device__ PairLayout choose_pair_layout(const PlanArgs& args, uint64_t* fault) 
     }
     return sum(pieces);
   });
-  return choose_layout(params, batch, even);
+  return choose_layout(params, batch, even).layout;
 }
 
 __device__ void lay_out_requests(const PlanArgs& args, uint64_t* fault) {
@@ -162,15 +162,18 @@ __device__ void lay_out_requests(const PlanArgs& args, uint64_t* fault) {
     RequestCost cost;
     if (r < args.b) {
       d = read_request(args, r, fault);
-      cost = request_cost(args.plan.params, d.q_len, d.kv_len, layout);
+      cost = request_cost(args.plan.params, d.q_len, d.kv_len);
     }
     const bool active = cost.row_tiles > 0;
+    const int64_t length = layout.pieces == 0           ? cost.total()
+                           : active && layout.units > 0 ? pieces_of(cost, layout.units)
+                                                        : cost.row_tiles;
     Sums total;
-    const Sums before =
-        base +
-        exclusive_scan({cost.total(), cost.row_tiles * cost.units, cost.row_tiles, active}, warp_sums, total);
+    const Sums before = base + exclusive_scan({length, cost.row_tiles * cost.units, cost.row_tiles, active},
+                                              warp_sums, total);
     if (active) {
-      d.start = before.cost;
+      d.start =
+          layout.pieces == 0 ? before.cost : pieces_of_pair(layout, cost, before.cost, before.tiles, 0).first;
       d.unit_base = before.units;
       d.tile_base = before.tiles;
       args.plan.requests[before.active] = d;
@@ -178,8 +181,8 @@ __device__ void lay_out_requests(const PlanArgs& args, uint64_t* fault) {
     base = base + total;
   }
   if (threadIdx.x == 0) {
-    args.plan.header->total_cost = base.cost;
-    args.plan.header->payload = worker_payload(args.plan.params, base.cost, layout);
+    args.plan.header->total_cost = layout.pieces > 0 ? layout.pieces : base.cost;
+    args.plan.header->payload = worker_payload(args.plan.params, base.cost);
     args.plan.header->layout = layout;
     args.plan.header->num_active = base.active;
     args.plan.header->num_merges = args.plan.header->num_inert = 0;
@@ -275,10 +278,14 @@ __global__ void __launch_bounds__(kWorkThreads)
   if (block >= plan.header->num_active) return;
   const SplitParams& p = plan.params;
   const DeviceRequest request = plan.requests[block];
-  const RequestCost cost = request_cost(p, request.q_len, request.kv_len, plan.header->layout);
+  const PairLayout layout = plan.header->layout;
+  const RequestCost cost = request_cost(p, request.q_len, request.kv_len);
   for (int tile = static_cast<int>(threadIdx.x); tile < cost.row_tiles; tile += kWorkThreads) {
     MergeTile m;
-    m.slots = partial_slots(p, cost, tile, request.start + cost.pair_start(tile), plan.header->payload,
+    m.slots =
+        layout.pieces > 0
+            ? piece_slots(layout, pieces_of_pair(layout, cost, request.start, request.tile_base + tile, tile))
+            : partial_slots(p, cost, tile, request.start + cost.pair_start(tile), plan.header->payload,
                             request.unit_base + tile * cost.units);
     if (m.slots.count == 1 || m.slots.slot(m.slots.count - 1) >= plan.num_slots) continue;
     const int first = tile * p.tile.rows_per_tile;

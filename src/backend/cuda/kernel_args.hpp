@@ -54,7 +54,7 @@ TREEMLA_HD inline uint64_t pack_fault(DeviceFault f, int request, int position) 
 
 // A request with rows and keys; inert ones are left out, so that no kernel has to step over them.
 struct DeviceRequest {
-  int64_t start = 0;      // cost coordinate of its first pair: see plan/split.hpp
+  int64_t start = 0;  // cost coordinate of its first pair, or number of its first piece: see plan/split.hpp
   int64_t page_base = 0;  // of its first page entry
   int q_begin = 0;        // first query node
   int q_len = 0;
@@ -90,7 +90,7 @@ struct MergeTile {
 };
 
 struct DevicePlanHeader {
-  int64_t total_cost = 0;
+  int64_t total_cost = 0;  // length of the line, or number of pieces
   int64_t payload = 1;
   PairLayout layout;
   uint64_t fault = kNoFault;
