@@ -26,6 +26,7 @@ struct Form {
   IndexType index_type = IndexType::kI32;
   bool ancestor_bits = false;  // else parents
   bool strided = false;        // padding (NaN) between heads, nodes and cached rows
+  bool interleaved = false;    // KvLayout; ignored where rows can't be
   DType out_dtype = DType::kF32;
 };
 

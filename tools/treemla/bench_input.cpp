@@ -148,8 +148,11 @@ BenchInput::BenchInput(const BenchPool& pool, int64_t s_q, int64_t h_q, int64_t 
 
   p.b = pool.b;
   p.q = {.data = q_.get(), .dtype = q_dtype, .total_q = total_q};
-  p.kv = {
-      .data = pool.rows.get(), .dtype = pool.dtype, .num_pages = pool.num_pages, .page_size = pool.page_size};
+  p.kv = {.data = pool.rows.get(),
+          .dtype = pool.dtype,
+          .num_pages = pool.num_pages,
+          .page_size = pool.page_size,
+          .layout = pool.layout};
   p.pages = {.entries = page_entries_.data(),
              .index_type = IndexType::kI32,
              .num_entries = std::ssize(page_entries_),

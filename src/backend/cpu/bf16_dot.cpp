@@ -229,6 +229,20 @@ void pack_v(const uint16_t* const* keys, int num_keys, int d_v, uint32_t* to) {
   }
 }
 
+// A word of an interleaved row already holds columns of both output vectors: no permutation, two cheap instructions a vector.
+void pack_interleaved_v(const uint16_t* const* keys, int num_keys, int d_v, uint32_t* to) {
+  constexpr __mmask32 kUpperHalves = 0xAAAAAAAA;
+  for (int j = 0; j < num_keys / 2; ++j) {
+    const uint16_t *even = keys[2 * j], *odd = keys[2 * j + 1];
+    for (int c = 0; c < d_v; c += 2 * kLanes) {
+      const __m512i a = _mm512_loadu_si512(even + c), b = _mm512_loadu_si512(odd + c);
+      uint32_t* at = to + c / kPanel * (kPairs * kPanel) + j * kPanel + c % kPanel;
+      _mm512_storeu_si512(at, _mm512_mask_blend_epi16(kUpperHalves, a, _mm512_slli_epi32(b, 16)));
+      _mm512_storeu_si512(at + kLanes, _mm512_mask_blend_epi16(kUpperHalves, _mm512_srli_epi32(a, 16), b));
+    }
+  }
+}
+
 void score(const uint16_t* const* keys, int num_keys, const uint32_t* q, int num_rows, int d_qk,
            float* scores) {
   switch (ceil_div(num_rows, kLanes)) {
@@ -355,6 +369,9 @@ void bf16_dot_pack_q(const uint16_t* const* rows, int num_rows, int width, uint3
 void bf16_dot_pack_v(const uint16_t* const* keys, int num_keys, int d_v, uint32_t* to) {
   pack_v(keys, num_keys, d_v, to);
 }
+void bf16_dot_pack_interleaved_v(const uint16_t* const* keys, int num_keys, int d_v, uint32_t* to) {
+  pack_interleaved_v(keys, num_keys, d_v, to);
+}
 void bf16_dot_score(const uint16_t* const* keys, int num_keys, const uint32_t* q, int num_rows, int d_qk,
                     float* scores) {
   score(keys, num_keys, q, num_rows, d_qk, scores);
@@ -377,6 +394,7 @@ bool bf16_dot_available() { return false; }
 bool bf16_dot_preferred() { return false; }
 void bf16_dot_pack_q(const uint16_t* const*, int, int, uint32_t*) {}
 void bf16_dot_pack_v(const uint16_t* const*, int, int, uint32_t*) {}
+void bf16_dot_pack_interleaved_v(const uint16_t* const*, int, int, uint32_t*) {}
 void bf16_dot_score(const uint16_t* const*, int, const uint32_t*, int, int, float*) {}
 void bf16_dot_score_few(const uint16_t* const*, int, const uint16_t* const*, int, int, float*) {}
 void bf16_dot_pack_p(const float*, int, int, uint32_t*) {}

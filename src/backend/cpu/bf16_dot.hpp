@@ -24,6 +24,9 @@ void bf16_dot_pack_q(const uint16_t* const* rows, int num_rows, int width, uint3
 // keys[j]: [d_v or more] of num_keys keys, an even number -> words [d_v / 64][kSimdKeys / 2][64], two keys a
 // word.
 void bf16_dot_pack_v(const uint16_t* const* keys, int num_keys, int d_v, uint32_t* to);
+// The same from interleaved keys (KvLayout). The other products take these as they take rows in order, if q's columns are
+// interleaved too.
+void bf16_dot_pack_interleaved_v(const uint16_t* const* keys, int num_keys, int d_v, uint32_t* to);
 
 // scores [kSimdKeys, kSimdRows] = keys q^T, for num_keys keys and num_rows rows (rounded up to 16).
 void bf16_dot_score(const uint16_t* const* keys, int num_keys, const uint32_t* q, int num_rows, int d_qk,

@@ -54,7 +54,7 @@ void attend_node(const HostPlan& plan, const VerifyProblem& p, const VerifyOutpu
       q[h * d_qk + d] =
           load_element(p.q.data, p.q.dtype, q_row * q_token_stride(p) + h * q_head_stride(p) + d);
   auto load_key = [&](int j) {
-    load_kv_row(kv_row_at(p, rows[j]), p.shape, p.kv.dtype, key.data());
+    load_kv_row(kv_row_at(p, rows[j]), p.shape, p.kv.dtype, key.data(), p.kv.layout);
     for (double& x : key) x *= p.kv.scale;
   };
 

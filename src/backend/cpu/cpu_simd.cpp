@@ -134,6 +134,7 @@ class CpuSimd : public Backend {
     item.q_head_stride = q_head_stride(p);
     item.kv = p.kv.data;
     item.kv_dtype = p.kv.dtype;
+    item.kv_layout = p.kv.layout;
     item.kv_row_stride = kv_row_stride(p);
     item.pool_rows = host.pool_rows.data() + host.kv_begin[w.request];
     item.words = host.words;

@@ -32,6 +32,7 @@ struct SimdItem {
   int64_t q_token_stride = 0, q_head_stride = 0;
   const void* kv = nullptr;  // row 0 of the pool
   DType kv_dtype = DType::kF32;
+  KvLayout kv_layout = KvLayout::kRowMajor;
   int64_t kv_row_stride = 0;
   const int64_t* pool_rows = nullptr;  // [kv_len] pool row of each token
   const uint32_t* bits = nullptr;      // [q_len, words] mask of the tree rows
