@@ -156,7 +156,8 @@ typedef struct treemla_options {
   size_t size;             /* sizeof(treemla_options), set by treemla_options_init */
   const char* backend;     /* a name from treemla_backend_at, or "best"; null (initial) means best */
   void* stream;            /* cudaStream_t of device backends; work is enqueued, never synchronised */
-  int32_t num_threads;     /* CPU backends: threads to use; 0 (initial) = one per core */
+  int32_t num_threads;     /* CPU backends: threads to use; 0 (initial) = one per core, or what the
+                              environment's TREEMLA_NUM_THREADS says */
   int32_t batch_invariant; /* nonzero: split boundaries depend on absolute key position only, so the rows of a
                               request come out bit-equal alone, in any batch, on any number of cores */
   int32_t split_keys;      /* keys a split when batch_invariant; 0 (initial) = the backend's default */

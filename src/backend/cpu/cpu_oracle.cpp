@@ -108,7 +108,8 @@ class CpuOracle : public Backend {
     for (int r = 0; r < host.b; ++r)
       for (int i = 0; i < host.q_len[r]; ++i) nodes.emplace_back(r, i);
     std::atomic<size_t> next{0};
-    shared_pool(options.num_threads)->run([&](int) {
+    const int threads = num_threads_of(options.num_threads);
+    run_shares(threads, threads, [&](int) {
       for (size_t k; (k = next++) < nodes.size();)
         attend_node(host, problem, output, nodes[k].first, nodes[k].second);
     });
