@@ -607,7 +607,8 @@ struct Worker {
     }
   }
 
-  void attend() {
+  // What every tile needs.
+  void begin() {
     if (dot)
       load_dot_q();
     else
@@ -618,17 +619,25 @@ struct Worker {
     // The micro-kernel and finite() read whole vectors: columns past d_qk must be numbers.
     for (int j = narrow ? kSimdKeys : 0; j <= kSimdKeys; ++j)
       std::fill(tile + j * layout.tile_ld + d_qk, tile + (j + 1) * layout.tile_ld, 0.0f);
+  }
+
+  void load(int key, int n) {
+    if (dot)
+      load_dot_tile(key, n);
+    else if (narrow)
+      load_narrow_tile(key, n);
+    else
+      load_tile(key, n);
+  }
+
+  void attend() {
+    begin();
     const int groups = ceil_div(rows, kSimdRows);
     const int steps = steps_of_tile();
     for (int key = item.key_begin; key < item.key_end; key += kSimdKeys) {
       const int n = std::min(kSimdKeys, item.key_end - key);
       const bool first = key == item.key_begin;
-      if (dot)
-        load_dot_tile(key, n);
-      else if (narrow)
-        load_narrow_tile(key, n);
-      else
-        load_tile(key, n);
+      load(key, n);
       ahead.start(key + n, std::min(key + n + kSimdKeys, item.key_end), steps);
       for (int g = 0; g < groups; ++g) {
         score(g, n);
@@ -640,10 +649,33 @@ struct Worker {
     }
     write();
   }
+
+  // A stage of the first tile, of all its rows, again and again.
+  void repeat(SimdStage stage, int times) {
+    const int n = std::min(kSimdKeys, item.key_end - item.key_begin);
+    const auto run = [&](SimdStage s, bool first) {
+      if (s == SimdStage::kLoad) return load(item.key_begin, n);
+      for (int g = 0; g * kSimdRows < rows; ++g) {
+        if (s == SimdStage::kScore) score(g, n);
+        if (s == SimdStage::kSoftmax) softmax(g, round_up(n, 2), first);
+        if (s == SimdStage::kAccumulate) accumulate(g, n, first);
+      }
+    };
+    begin();
+    for (const SimdStage s :
+         {SimdStage::kLoad, SimdStage::kScore, SimdStage::kSoftmax, SimdStage::kAccumulate})
+      run(s, true);
+    for (int i = 0; i < times; ++i) run(stage, false);
+  }
 };
 
 void attend(const SimdItem& item, const SimdScratch& layout, float* scratch, bool dot) {
   Worker(item, layout, scratch, dot).attend();
+}
+
+void repeat(SimdStage stage, int times, const SimdItem& item, const SimdScratch& layout, float* scratch,
+            bool dot) {
+  Worker(item, layout, scratch, dot).repeat(stage, times);
 }
 
 void combine(const float* parts, const float* part_lse, const int* slots, int count, int rows_per_slot,
@@ -689,6 +721,7 @@ namespace treemla {
 namespace {
 HWY_EXPORT(attend);
 HWY_EXPORT(combine);
+HWY_EXPORT(repeat);
 
 // Whether dot products are used where they can be.
 enum class DotChoice { kPreferred, kNever, kAlways };
@@ -727,6 +760,12 @@ SimdScratch::SimdScratch(const MlaShape& shape, int rows_per_tile) {
 void simd_attend(const SimdItem& item, const SimdScratch& layout, float* scratch) {
   HWY_DYNAMIC_DISPATCH(attend)
   (item, layout, scratch, simd_uses_dot(item.shape, item.q_dtype, item.kv_dtype));
+}
+
+void simd_repeat(SimdStage stage, int times, const SimdItem& item, const SimdScratch& layout,
+                 float* scratch) {
+  HWY_DYNAMIC_DISPATCH(repeat)
+  (stage, times, item, layout, scratch, simd_uses_dot(item.shape, item.q_dtype, item.kv_dtype));
 }
 
 void simd_combine(const float* parts, const float* part_lse, const int* slots, int count, int rows_per_slot,
