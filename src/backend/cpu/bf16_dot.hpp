@@ -45,4 +45,10 @@ void bf16_dot_pack_p(const float* weights, int num_keys, int num_rows, uint32_t*
 void bf16_dot_accumulate(const uint32_t* p, const uint32_t* v, int num_keys, int num_rows, int d_v,
                          const float* alpha, float* out, int64_t out_ld);
 
+// The same for a few rows and straight from the keys of bf16_dot_pack_v or bf16_dot_pack_interleaved_v: what that writes would be
+// read only once or twice. Columns [begin, end) of out. The same bits.
+void bf16_dot_accumulate_few(const uint32_t* p, const uint16_t* const* keys, bool interleaved, int num_keys,
+                             int num_rows, int begin, int end, const float* alpha, float* out,
+                             int64_t out_ld);
+
 }  // namespace treemla

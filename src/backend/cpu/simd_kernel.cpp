@@ -450,6 +450,7 @@ struct Worker {
   void load_dot_tile(int key, int n) {
     load_narrow_tile(key, n);
     if (n % 2 != 0) keys[n] = zeros;
+    if (few(0)) return;  // read where they lie
     (interleaved() ? bf16_dot_pack_interleaved_v : bf16_dot_pack_v)(keys, round_up(n, 2), d_v, values);
   }
 
@@ -538,9 +539,14 @@ struct Worker {
     if (dot) {
       const int n = round_up(n_keys, 2);
       bf16_dot_pack_p(scores, n, m, weights);
+      const float* shrink = first ? nullptr : alpha;
       for (int c = 0; c < d_v; c += kBf16DotPanel) {
-        bf16_dot_accumulate(weights, values + c * (kSimdKeys / 2), n, m, std::min(kBf16DotPanel, d_v - c),
-                            first ? nullptr : alpha, o + c, layout.out_ld);
+        const int width = std::min(kBf16DotPanel, d_v - c);
+        if (few(0))
+          bf16_dot_accumulate_few(weights, keys, interleaved(), n, m, c, c + width, shrink, o, layout.out_ld);
+        else
+          bf16_dot_accumulate(weights, values + c * (kSimdKeys / 2), n, m, width, shrink, o + c,
+                              layout.out_ld);
         ahead.step();
       }
       return;
