@@ -180,6 +180,27 @@ TEST(RunShares, ThreadsAreKeptAndShared) {
   EXPECT_EQ(num_helpers(), helpers);
 }
 
+// Memory that a share touched first is near the thread that does that share in later calls.
+TEST(RunShares, ALoneCallersSharesKeepTheirThreads) {
+  constexpr int kThreads = 4;
+  const auto meet = [](std::vector<std::thread::id>& who) {
+    std::atomic<int> arrived = 0;
+    run_shares(kThreads, kThreads, [&](int i) {
+      who[i] = std::this_thread::get_id();
+      ++arrived;
+      EXPECT_TRUE(wait_for([&] { return arrived == kThreads; }));
+      if (i == 1) std::this_thread::sleep_for(std::chrono::milliseconds(2));  // the first helper leaves last
+    });
+  };
+  std::vector<std::thread::id> first(kThreads), again(kThreads);
+  meet(first);
+  EXPECT_EQ(first[0], std::this_thread::get_id());
+  for (int round = 0; round < 5; ++round) {
+    meet(again);
+    EXPECT_EQ(again, first);
+  }
+}
+
 TEST(RunShares, TheFirstExceptionComesOutAndTheOtherSharesAreDone) {
   for (int threads : {1, 3}) {
     std::atomic<int> done = 0;

@@ -67,9 +67,14 @@ struct SimdPlan : BackendPlan {
     return static_cast<int>(std::clamp<int64_t>(read / kLeast, 1, split.params.num_workers));
   }
   std::size_t lse_offset() const { return round_up<std::size_t>(slot_rows() * d_v, 16); }
-  std::size_t scratch_offset() const { return lse_offset() + round_up<std::size_t>(slot_rows(), 16); }
+  // Scratch begins on a page, and no two workers share one: it comes to lie on the NUMA node of the thread that uses it.
+  static constexpr std::size_t kPage = 4096 / sizeof(float);
+  std::size_t scratch_offset() const { return round_up<std::size_t>(lse_offset() + slot_rows(), kPage); }
+  std::size_t scratch_of(int worker) const {
+    return scratch_offset() + round_up<std::size_t>(layout.floats, kPage) * worker;
+  }
   std::size_t workspace_bytes() const override {
-    return sizeof(float) * (scratch_offset() + layout.floats * split.params.num_workers);
+    return sizeof(float) * scratch_of(split.params.num_workers);
   }
   std::string describe() const override {
     return fmt::format("vectors      {}\n", vectors) + treemla::describe(split);
@@ -102,19 +107,18 @@ class CpuSimd : public Backend {
     const SimdPlan& plan = static_cast<const SimdPlan&>(base);
     float* parts = static_cast<float*>(workspace);
     float* part_lse = parts + plan.lse_offset();
-    float* scratch = parts + plan.scratch_offset();
     const int num_threads = plan.split.params.num_workers;
 
     write_inert(plan, p, o);
     run_shares(plan.num_busy(), num_threads, [&](int worker) {
       for (int i = plan.split.worker_indptr[worker]; i < plan.split.worker_indptr[worker + 1]; ++i)
         simd_attend(make_item(plan, plan.split.items[i], p, o, parts, part_lse), plan.layout,
-                    scratch + worker * plan.layout.floats);
+                    parts + plan.scratch_of(worker));
     });
     if (plan.split.combines.empty()) return;
     const int pieces = plan.merge_pieces();
     run_shares(pieces, num_threads, [&](int piece) {
-      combine(plan, piece, pieces, p, o, parts, part_lse, scratch + piece * plan.layout.floats);
+      combine(plan, piece, pieces, p, o, parts, part_lse, parts + plan.scratch_of(piece));
     });
   }
 

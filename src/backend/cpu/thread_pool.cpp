@@ -10,7 +10,6 @@
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -75,6 +74,7 @@ struct Job {
 };
 
 struct Helper {
+  int number = 0;  // in order of start
   std::atomic<Job*> job =
       nullptr;       // what to do next: taken back by the caller if it is done before the helper wakes
   int first = 0;     // share to begin with; written before `job`
@@ -127,6 +127,7 @@ class Pool {
   // Up to `wanted` idle helpers get the job, as many as leave num_threads or fewer threads running.
   std::vector<Helper*> engage(Job& job, int wanted, int num_threads) {
     std::vector<Helper*> mine;
+    mine.reserve(std::max(wanted, 0));
     {
       std::lock_guard lock(mutex_);
       ++running_;
@@ -166,21 +167,25 @@ class Pool {
   void leave(Helper* h) {
     std::lock_guard lock(mutex_);
     --running_;
-    idle_.push_back(h);
+    const auto earlier = [](const Helper* a, const Helper* b) { return a->number > b->number; };
+    idle_.insert(std::upper_bound(idle_.begin(), idle_.end(), h, earlier), h);
   }
 
-  // With mutex_ held. False if the system refuses another thread.
+  // With mutex_ held. False if the system refuses another thread: the call does with fewer.
   bool start_one() {
-    helpers_.push_back(std::make_unique<Helper>());
-    Helper* h = helpers_.back().get();
+    const std::size_t before = helpers_.size();
     try {
+      idle_.reserve(before + 1);  // so that leave() never allocates
+      helpers_.push_back(std::make_unique<Helper>());
+      Helper* h = helpers_.back().get();
+      h->number = static_cast<int>(before);
       h->thread = std::thread([this, h] { loop(*h); });
-    } catch (const std::system_error&) {
-      helpers_.pop_back();
+      idle_.push_back(h);
+      return true;
+    } catch (const std::exception&) {
+      helpers_.resize(before);
       return false;
     }
-    idle_.push_back(h);
-    return true;
   }
 
   static void wake(Helper& h) {
@@ -216,7 +221,8 @@ class Pool {
   std::mutex mutex_;  // of all below but stop_
   std::condition_variable done_;
   std::vector<std::unique_ptr<Helper>> helpers_;
-  std::vector<Helper*> idle_;
+  std::vector<Helper*>
+      idle_;         // the first started last: a lone caller's share k is begun by the same helper every time
   int running_ = 0;  // threads in calls: callers and their helpers
   std::atomic<bool> stop_ = false;
 };

@@ -1,8 +1,9 @@
 // Fork-join on threads of the library's own: the caller works too, helpers join it.
 //
 // Work comes in shares, each done once by whichever thread takes it first, so a helper that wakes late or is descheduled delays
-// nobody who could do its share, and a call without helpers is merely slower. Thread k of a call begins with share k: threads
-// that keep up find their part of the workspace in their own caches and on their own NUMA node.
+// nobody who could do its share, and a call without helpers is merely slower. Thread k of a call begins with share k, and
+// is the same thread in every call of a lone caller: it finds its part of the workspace in its own caches and on its own NUMA
+// node.
 //
 // The library's threads never multiply with the caller's. A call takes helpers only while fewer than its own number of threads
 // run shares in the whole process: C callers at once, each asking for n threads, have at most C + n - 1 threads running, and once
