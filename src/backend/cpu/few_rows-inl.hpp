@@ -1,5 +1,5 @@
-// Both products of at most kFewRows rows. So few would leave half of every vector of S^T empty, and a tile of keys widened to
-// float32 for them would cost as much as the arithmetic: here columns lie along the vectors, and cached rows are widened in
+// Both products of at most kFewRows rows. So few don't fill a vector of S^T, and a tile of keys widened to float32 for them
+// would cost up to as much as the arithmetic: here columns lie along the vectors, and cached rows are widened in
 // registers on their way into the products.
 //
 //   S[RR rows][KK keys]   += q[row][32 columns] * K[key][32 columns]    lanes summed at the end: a tree over four rows

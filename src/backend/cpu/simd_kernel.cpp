@@ -19,7 +19,7 @@
 // T is not made, S^T comes from the cached rows themselves, V is the tile's rows two keys a word, and P^T is rounded
 // to bf16. Mask, softmax and output are the same.
 //
-// A group of at most 8 rows goes to few_rows-inl.hpp, with the columns along the vectors. If it is alone and the cache has 16
+// A group of at most 16 rows goes to few_rows-inl.hpp, with the columns along the vectors. If it is alone and the cache has 16
 // bits, T is not made either: cached rows are widened in registers.
 //
 // Otherwise a row's arithmetic does not depend on its neighbours, on MR or on NV: every accumulator is one chain of
