@@ -42,6 +42,9 @@ std::vector<CaseParam> smoke_cases();
 std::vector<CaseParam> corner_cases();
 std::vector<CaseParam> random_cases(int count, uint64_t seed);
 
+// Caches of KvLayout::kInterleaved, which devices refuse.
+std::vector<CaseParam> interleaved_cases();
+
 // Equal as bits: NaN equals itself, 0 differs from -0.
 bool same_bits(const std::vector<float>& a, const std::vector<float>& b);
 

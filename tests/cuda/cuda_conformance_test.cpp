@@ -132,6 +132,18 @@ TEST_P(CudaBackends, Smoke) { run_suite(smoke()); }
 TEST_P(CudaBackends, Corner) { run_suite(corner()); }
 TEST_P(CudaBackends, Random) { run_suite(random_suite()); }
 
+TEST_P(CudaBackends, RefusesInterleavedCaches) {
+  CaseSpec spec;
+  spec.requests = {{1, 1}};
+  spec.shape = {1, 512, 64};
+  spec.q_dtype = spec.kv_dtype = DType::kBF16;
+  const Case c = generate_case(spec);
+  VerifyProblem p = c.problem();
+  p.kv.layout = KvLayout::kInterleaved;
+  const std::string why = why_unsupported_hosted(GetParam(), p);
+  EXPECT_NE(why.find("kv.layout = interleaved"), std::string::npos) << why;
+}
+
 TEST_P(CudaBackends, RecordedCases) {
   for (const auto& entry : std::filesystem::directory_iterator(cases_dir())) {
     if (entry.path().extension() != ".kdtr") continue;
