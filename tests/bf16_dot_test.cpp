@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <limits>
+#include <random>
 
 #include <gtest/gtest.h>
 
@@ -10,6 +11,7 @@
 #include "backend/cpu/simd_kernel.hpp"
 #include "conformance.hpp"
 #include "core/convert.hpp"
+#include "core/kv_row.hpp"
 #include "core/lookup.hpp"
 
 namespace treemla::test {
@@ -96,6 +98,49 @@ TEST_F(Bf16Dot, AllNumbersOfRowsAndKeys) {
       const Comparison result =
           compare_with_oracle(p, run(p, {.backend = "cpu_simd", .batch_invariant = rows % 2 == 0}));
       EXPECT_TRUE(result.ok) << rows << " rows, prefix " << prefix << ": " << result.failure;
+    }
+  }
+}
+
+// Values packed first, or read from the keys where they lie, in either layout: the same sums in the same order.
+TEST_F(Bf16Dot, FewRowsWithoutPackedValuesHaveTheSameBits) {
+  constexpr int kWidth = 96, kLd = kWidth;  // a panel and a half
+  std::mt19937 rng(3);
+  std::vector<uint16_t> in_order(kSimdKeys * kWidth), interleaved(in_order.size());
+  for (uint16_t& x : in_order) x = float_to_bf16(static_cast<float>(rng() % 2001) / 1000 - 1);
+  const uint16_t *keys[kSimdKeys], *interleaved_keys[kSimdKeys];
+  for (int j = 0; j < kSimdKeys; ++j) {
+    interleave_row(in_order.data() + j * kWidth, kWidth, interleaved.data() + j * kWidth);
+    keys[j] = in_order.data() + j * kWidth;
+    interleaved_keys[j] = interleaved.data() + j * kWidth;
+  }
+  std::vector<float> weights(kSimdKeys * kSimdRows), alpha(kSimdRows), before(16 * kLd);
+  for (std::vector<float>* v : {&weights, &alpha, &before})
+    for (float& x : *v) x = static_cast<float>(rng() % 1001) / 1000;
+  std::vector<uint32_t> p(kSimdKeys / 2 * kSimdRows);
+  bf16_dot_pack_p(weights.data(), kSimdKeys, kSimdRows, p.data());
+
+  std::vector<uint32_t> v(2 * kSimdKeys / 2 * kBf16DotPanel);
+  for (int num_keys : {2, 10, 64}) {
+    for (int rows = 1; rows <= 16; ++rows) {
+      for (const float* shrink :
+           {static_cast<const float*>(nullptr), static_cast<const float*>(alpha.data())}) {
+        std::vector<float> expected = before;
+        bf16_dot_pack_v(keys, num_keys, kWidth, v.data());
+        bf16_dot_accumulate(p.data(), v.data(), num_keys, rows, kWidth, shrink, expected.data(), kLd);
+        std::vector<float> packed = before;
+        bf16_dot_pack_interleaved_v(interleaved_keys, num_keys, kWidth, v.data());
+        bf16_dot_accumulate(p.data(), v.data(), num_keys, rows, kWidth, shrink, packed.data(), kLd);
+        EXPECT_TRUE(same_bits(packed, expected)) << rows << " rows, " << num_keys << " interleaved keys";
+        for (bool layout : {false, true}) {
+          std::vector<float> got = before;
+          for (int c = 0; c < kWidth; c += 32)
+            bf16_dot_accumulate_few(p.data(), layout ? interleaved_keys : keys, layout, num_keys, rows, c,
+                                    c + 32, shrink, got.data(), kLd);
+          EXPECT_TRUE(same_bits(got, expected))
+              << rows << " rows, " << num_keys << " keys, " << (layout ? "interleaved" : "in order");
+        }
+      }
     }
   }
 }

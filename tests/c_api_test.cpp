@@ -93,7 +93,7 @@ TEST(CApi, InitGivesTheDefaultsOfTheCppStructs) {
   EXPECT_EQ(problem.kv_scale, 1.0);
   EXPECT_EQ(problem.page_size, 1);
   EXPECT_EQ(problem.q, nullptr);
-  EXPECT_EQ(problem.reserved, 0);
+  EXPECT_EQ(problem.kv_layout, TREEMLA_KV_ROW_MAJOR);
 }
 
 TEST(CApi, InitWritesNoFurtherThanTheCallersStruct) {
@@ -372,6 +372,37 @@ TEST(CApi, ReadsAndVerifiesACase) {
       lse.data(), treemla_case_expected_lse(c), treemla::Precision::kF32);
   EXPECT_TRUE(comparison.ok) << comparison.failure;
   treemla_case_free(c);
+}
+
+TEST(CApi, InterleavesRows) {
+  const std::vector<uint16_t> rows = [] {
+    std::vector<uint16_t> v(2 * 32);
+    for (int i = 0; i < 64; ++i) v[i] = static_cast<uint16_t>(i);
+    return v;
+  }();
+  std::vector<uint16_t> pool(3 * 32, 0xFFFF);
+  const int64_t slots[] = {2, 0};
+  treemla_interleave interleave;
+  treemla_interleave_init(&interleave, sizeof interleave);
+  EXPECT_EQ(interleave.slots, nullptr);
+  interleave.d_v = 32;
+  interleave.rows = rows.data();
+  interleave.num_rows = 2;
+  interleave.pool = pool.data();
+  interleave.pool_rows = 3;
+  interleave.slots = slots;
+  ASSERT_EQ(treemla_interleave_rows(&interleave), TREEMLA_OK) << treemla_last_error();
+  EXPECT_EQ(pool[0], 32);
+  EXPECT_EQ(pool[1], 48);
+  EXPECT_EQ(pool[32], 0xFFFF);
+  EXPECT_EQ(pool[64 + 31], 31);
+  interleave.pool_rows = 2;
+  expect_error(treemla_interleave_rows(&interleave), TREEMLA_INVALID_ARGUMENT, "slots", "slots[0] = 2");
+  expect_error(treemla_interleave_rows(nullptr), TREEMLA_INVALID_ARGUMENT, "interleave", "null");
+
+  Tiny t;
+  t.problem.kv_layout = 7;
+  expect_error(treemla_verify(&t.problem, &t.output, nullptr), TREEMLA_INVALID_ARGUMENT, "kv.layout", "7");
 }
 
 TEST(CApi, BadFilesAreErrors) {

@@ -13,6 +13,7 @@
 #include "core/convert.hpp"
 #include "core/kv_row.hpp"
 #include "core/lookup.hpp"
+#include "treemla/interleave.hpp"
 #include "treemla/tree.hpp"
 
 namespace treemla::test {
@@ -45,10 +46,10 @@ std::vector<unsigned char> spread(const void* from, DType dtype, int64_t rows, i
 
 std::ostream& operator<<(std::ostream& out, const CaseParam& p) {
   return out << describe(p.spec)
-             << fmt::format(" {}{}{}{} out={}{}{}", p.form.block_table ? "block-table" : "csr",
+             << fmt::format(" {}{}{}{}{} out={}{}{}", p.form.block_table ? "block-table" : "csr",
                             p.form.index_type == IndexType::kI64 ? " int64" : "",
                             p.form.ancestor_bits ? " bits" : "", p.form.strided ? " strided" : "",
-                            dtype_name(p.form.out_dtype),
+                            p.form.interleaved ? " interleaved" : "", dtype_name(p.form.out_dtype),
                             p.options.batch_invariant ? fmt::format(" split={}", p.options.split_keys) : "",
                             p.options.num_threads ? fmt::format(" threads={}", p.options.num_threads) : "");
 }
@@ -195,6 +196,25 @@ std::vector<CaseParam> random_cases(int count, uint64_t seed) {
   return list;
 }
 
+std::vector<CaseParam> interleaved_cases() {
+  std::vector<CaseParam> list;
+  for (int h : {1, 8, 16, 24, 72}) {  // few rows and many, and both in one request
+    CaseParam p{make_spec({{130, 1}, {61, 3}}, h), {.interleaved = true}, {}};
+    p.spec.q_dtype = p.spec.kv_dtype = DType::kBF16;
+    p.spec.page_size = h;  // any
+    list.push_back(p);
+    p.form.strided = true;
+    p.spec.q_dtype = DType::kF32;
+    list.push_back(p);
+  }
+  for (CaseParam p : random_cases(kRandomCases / 3, 20260930)) {
+    p.spec.kv_dtype = DType::kBF16;
+    p.form.interleaved = true;
+    list.push_back(p);
+  }
+  return list;
+}
+
 Instance::Instance(const CaseParam& param) : case_(generate_case(param.spec)), form_(param.form) {
   add_expected(case_);
   reshape(param.form);
@@ -217,6 +237,23 @@ void Instance::reshape(const Form& form) {
     p.q.token_stride = token;
     p.kv.data = kv_.data();
     p.kv.row_stride = row;
+  }
+
+  if (form.interleaved && p.kv.dtype == DType::kBF16 && p.shape.d_v % kInterleavedBlock == 0 &&
+      p.shape.d_rope % kInterleavedBlock == 0) {
+    const int64_t rows = p.kv.num_pages * p.kv.page_size, stride = kv_row_stride(p);
+    std::vector<unsigned char> moved(std::max<int64_t>(1, rows * stride) * 2);
+    fill_nan(moved.data(), DType::kBF16, rows * stride);
+    interleave_rows({.shape = p.shape,
+                     .rows = p.kv.data,
+                     .num_rows = rows,
+                     .row_stride = stride,
+                     .pool = moved.data(),
+                     .pool_rows = rows,
+                     .pool_row_stride = stride});
+    kv_ = std::move(moved);
+    p.kv.data = kv_.data();
+    p.kv.layout = KvLayout::kInterleaved;
   }
 
   // The used entries of each request, in the layout asked for; everything else poisoned.

@@ -26,6 +26,7 @@ struct Form {
   IndexType index_type = IndexType::kI32;
   bool ancestor_bits = false;  // else parents
   bool strided = false;        // padding (NaN) between heads, nodes and cached rows
+  bool interleaved = false;    // KvLayout; ignored where rows can't be
   DType out_dtype = DType::kF32;
 };
 
@@ -40,6 +41,9 @@ std::ostream& operator<<(std::ostream& out, const CaseParam& param);  // enough 
 std::vector<CaseParam> smoke_cases();
 std::vector<CaseParam> corner_cases();
 std::vector<CaseParam> random_cases(int count, uint64_t seed);
+
+// Caches of KvLayout::kInterleaved, which devices refuse.
+std::vector<CaseParam> interleaved_cases();
 
 // Equal as bits: NaN equals itself, 0 differs from -0.
 bool same_bits(const std::vector<float>& a, const std::vector<float>& b);

@@ -48,6 +48,10 @@ INSTANTIATE_TEST_SUITE_P(Random, Conformance,
                          testing::Combine(testing::ValuesIn(host_backends()),
                                           testing::ValuesIn(random_cases(kRandomCases, 20260801))));
 
+INSTANTIATE_TEST_SUITE_P(Interleaved, Conformance,
+                         testing::Combine(testing::ValuesIn(host_backends()),
+                                          testing::ValuesIn(interleaved_cases())));
+
 // The recorded cases were computed elsewhere, by another implementation: they judge the oracle too.
 TEST(RecordedCases, EveryHostBackendPasses) {
   int seen = 0;

@@ -23,7 +23,8 @@ class SimdTarget : public testing::TestWithParam<std::string> {
 std::vector<std::pair<CaseParam, Instance>>& cases() {
   static std::vector<std::pair<CaseParam, Instance>> list = [] {
     std::vector<std::pair<CaseParam, Instance>> made;
-    for (const std::vector<CaseParam>& params : {smoke_cases(), random_cases(kRandomCasesPerTarget, 99)})
+    for (const std::vector<CaseParam>& params :
+         {smoke_cases(), interleaved_cases(), random_cases(kRandomCasesPerTarget, 99)})
       for (const CaseParam& p : params) made.emplace_back(p, Instance(p));
     return made;
   }();

@@ -52,6 +52,24 @@ constexpr int kv_row_elements(const MlaShape& shape, DType dtype) {
   return dtype == DType::kF8E4M3Packed ? packed_rope_offset(shape) + 2 * shape.d_rope : shape.d_qk();
 }
 
+// How the columns of a cached row lie in it.
+//
+// kInterleaved is for serving engines that own their cache and run on CPUs, where it makes verifying few rows faster: a row of the
+// same size whose every 32 columns are 16 words of columns 16 apart, so that one load gives two vectors of float32. Rows are
+// written by interleave_rows() (treemla/interleave.hpp), once. bf16 only; d_v and d_rope must be multiples of 32.
+//
+//     element   0   1 |  2   3 | ... | 30  31 | 32  33 | ...
+//     column    0  16 |  1  17 | ... | 15  31 | 32  48 | ...
+enum class KvLayout : int { kRowMajor = 0, kInterleaved = 1 };
+inline constexpr int kInterleavedBlock = 32;
+
+// The element of an interleaved row that holds column c.
+constexpr int interleaved_element(int c) {
+  constexpr int kHalf = kInterleavedBlock / 2;
+  const int at = c % kInterleavedBlock;
+  return c - at + (at < kHalf ? 2 * at : 2 * (at - kHalf) + 1);
+}
+
 // The pool of cached rows. Rows that no request names are never read into a result; they may hold NaN.
 struct KvPool {
   const void* data = nullptr;  // [num_pages, page_size, kv_row_elements]
@@ -61,6 +79,7 @@ struct KvPool {
   // Elements between rows; 0 means kv_row_elements. A page is page_size * row_stride elements.
   int64_t row_stride = 0;
   double scale = 1.0;  // real row = stored row * scale (FP8 caches)
+  KvLayout layout = KvLayout::kRowMajor;
 };
 
 // Token t of request r lives in pool row  entry(r, t / page_size) * page_size + t % page_size.

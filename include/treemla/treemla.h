@@ -65,6 +65,14 @@ typedef enum treemla_dtype {
   TREEMLA_F8E4M3_PACKED = 4
 } treemla_dtype;
 
+/* How the columns of a cached row lie in it. */
+typedef enum treemla_kv_layout {
+  TREEMLA_KV_ROW_MAJOR = 0,
+  /* Every 32 columns as 16 words of columns 16 apart: rows of bf16 caches on CPUs as treemla_interleave_rows writes
+   * them, for engines that own their cache. d_v and d_rope must be multiples of 32, rows aligned to 4 bytes. */
+  TREEMLA_KV_INTERLEAVED = 1
+} treemla_kv_layout;
+
 typedef enum treemla_index_type { TREEMLA_I32 = 0, TREEMLA_I64 = 1 } treemla_index_type;
 
 typedef enum treemla_memory { TREEMLA_MEMORY_HOST = 0, TREEMLA_MEMORY_DEVICE = 1 } treemla_memory;
@@ -126,9 +134,9 @@ typedef struct treemla_problem {
   int32_t words_per_row;         /* >= ceil(largest q_len / 32) */
   int32_t mask;                  /* treemla_mask, NONE initially */
 
-  double sm_scale;  /* (d_nope + d_rope)^-0.5 times YaRN's m^2; not derivable from d_qk, so always given */
-  int32_t memory;   /* treemla_memory of every pointer above and of the output; HOST initially */
-  int32_t reserved; /* 0 */
+  double sm_scale;   /* (d_nope + d_rope)^-0.5 times YaRN's m^2; not derivable from d_qk, so always given */
+  int32_t memory;    /* treemla_memory of every pointer above and of the output; HOST initially */
+  int32_t kv_layout; /* treemla_kv_layout, ROW_MAJOR initially */
 
   /* Bounds for lengths that live on the device, where the host can't see them; 0 (initial) = what total_q and
    * the page table allow. They size workspaces. A request past them comes out inert. */
@@ -148,7 +156,8 @@ typedef struct treemla_options {
   size_t size;             /* sizeof(treemla_options), set by treemla_options_init */
   const char* backend;     /* a name from treemla_backend_at, or "best"; null (initial) means best */
   void* stream;            /* cudaStream_t of device backends; work is enqueued, never synchronised */
-  int32_t num_threads;     /* CPU backends: threads to use; 0 (initial) = one per core */
+  int32_t num_threads;     /* CPU backends: threads to use; 0 (initial) = one per core, or what the
+                              environment's TREEMLA_NUM_THREADS says */
   int32_t batch_invariant; /* nonzero: split boundaries depend on absolute key position only, so the rows of a
                               request come out bit-equal alone, in any batch, on any number of cores */
   int32_t split_keys;      /* keys a split when batch_invariant; 0 (initial) = the backend's default */
@@ -529,6 +538,25 @@ void treemla_compact_init(treemla_compact* compact, size_t size) TREEMLA_NOEXCEP
 void treemla_compact_output_init(treemla_compact_output* output, size_t size) TREEMLA_NOEXCEPT;
 void treemla_import_init(treemla_import* batch, size_t size) TREEMLA_NOEXCEPT;
 void treemla_import_output_init(treemla_import_output* output, size_t size) TREEMLA_NOEXCEPT;
+
+/* ---- interleaved caches -------------------------------------------------------------------------------- */
+
+/* Rows to write into a pool of TREEMLA_KV_INTERLEAVED, in host memory: see interleave.hpp. */
+typedef struct treemla_interleave {
+  size_t size; /* sizeof(treemla_interleave), set by treemla_interleave_init */
+  int32_t d_v; /* as in treemla_problem, multiples of 32 */
+  int32_t d_rope;
+  const void* rows; /* [num_rows, d_qk] bf16, columns in order */
+  int64_t num_rows;
+  int64_t row_stride;      /* elements between rows; 0 (initial) means d_qk */
+  void* pool;              /* [pool_rows, d_qk] bf16; must not overlap with `rows` */
+  int64_t pool_rows;       /* num_pages * page_size */
+  int64_t pool_row_stride; /* elements between rows; 0 (initial) means d_qk */
+  const int64_t* slots; /* [num_rows] pool row of each, -1: written nowhere; null (initial): 0, 1, 2, ... */
+} treemla_interleave;
+
+void treemla_interleave_init(treemla_interleave* interleave, size_t size) TREEMLA_NOEXCEPT;
+treemla_status treemla_interleave_rows(const treemla_interleave* interleave) TREEMLA_NOEXCEPT;
 
 /* ---- case files ---------------------------------------------------------------------------------------- */
 

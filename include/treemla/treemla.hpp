@@ -8,6 +8,7 @@
 #include "treemla/dtype.hpp"
 #include "treemla/error.hpp"
 #include "treemla/import_batch.hpp"
+#include "treemla/interleave.hpp"
 #include "treemla/problem.hpp"
 #include "treemla/tree.hpp"
 #include "treemla/tree_run.hpp"

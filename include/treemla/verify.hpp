@@ -19,7 +19,10 @@ namespace treemla {
 struct RunOptions {
   // A name of list_backends(), or "best": the fastest one that takes the problem.
   std::string backend = "best";
-  int num_threads = 0;  // CPU backends: threads to use, 0 = one per core
+  // CPU backends: threads to use; 0 = what the environment's TREEMLA_NUM_THREADS says, or one per core. Calls from several
+  // threads share the library's: C at once have at most C + num_threads - 1 running, and one inside a thread pool that keeps
+  // as many callers busy stays on its caller.
+  int num_threads = 0;
   // Split boundaries depend on absolute key position only: the rows of a request come out bit-equal alone, in any batch
   // and on any number of cores; a chain verified at once equals its tokens verified one by one.
   bool batch_invariant = false;

@@ -148,7 +148,7 @@ def verify(
         lse: float32 [total_q, h_q] to write into; made if None; not computed if False.
         out_dtype: dtype of an `out` that is made: that of q by default.
         backend: a name of list_backends(), or "best": the fastest one that takes the problem.
-        num_threads: CPU backends: 0 is one per core.
+        num_threads: CPU backends: 0 is what the environment's TREEMLA_NUM_THREADS says, or one per core.
         batch_invariant: a request's rows come out bit-equal alone and in any batch.
         split_keys: with batch_invariant: keys a split; 0 is the backend's default.
         stream: a CUDA stream: of torch, of CuPy, or a cudaStream_t as int. By default the current one of q's library.

@@ -15,6 +15,7 @@
 #include "api/c_abi.hpp"
 #include "treemla/case_file.hpp"
 #include "treemla/error.hpp"
+#include "treemla/interleave.hpp"
 #include "treemla/problem.hpp"
 #include "treemla/tree.hpp"
 #include "treemla/treemla.h"
@@ -36,6 +37,8 @@ static_assert(static_cast<int>(DType::kF32) == TREEMLA_F32 && static_cast<int>(D
 static_assert(static_cast<int>(DType::kBF16) == TREEMLA_BF16);
 static_assert(static_cast<int>(DType::kF8E4M3) == TREEMLA_F8E4M3);
 static_assert(static_cast<int>(DType::kF8E4M3Packed) == TREEMLA_F8E4M3_PACKED);
+static_assert(static_cast<int>(KvLayout::kRowMajor) == TREEMLA_KV_ROW_MAJOR);
+static_assert(static_cast<int>(KvLayout::kInterleaved) == TREEMLA_KV_INTERLEAVED);
 static_assert(static_cast<int>(IndexType::kI32) == TREEMLA_I32);
 static_assert(static_cast<int>(IndexType::kI64) == TREEMLA_I64);
 static_assert(static_cast<int>(Memory::kHost) == TREEMLA_MEMORY_HOST);
@@ -84,12 +87,12 @@ namespace {
 
 VerifyProblem to_cpp(const treemla_problem* problem) {
   const treemla_problem c = read_struct("problem", problem);
-  check_reserved("problem", c.reserved);
   VerifyProblem p;
   p.shape = {c.h_q, c.d_v, c.d_rope};
   p.b = c.b;
   p.q = {c.q, static_cast<DType>(c.q_dtype), c.total_q, c.q_token_stride, c.q_head_stride};
-  p.kv = {c.kv, static_cast<DType>(c.kv_dtype), c.num_pages, c.page_size, c.kv_row_stride, c.kv_scale};
+  p.kv = {c.kv,       static_cast<DType>(c.kv_dtype),    c.num_pages, c.page_size, c.kv_row_stride,
+          c.kv_scale, static_cast<KvLayout>(c.kv_layout)};
   p.pages = {c.page_entries, static_cast<IndexType>(c.page_index_type), c.num_page_entries, c.page_indptr,
              c.page_stride};
   p.q_indptr = c.q_indptr;
@@ -118,6 +121,7 @@ treemla_problem to_c(const VerifyProblem& p) {
   c.num_pages = p.kv.num_pages;
   c.kv_row_stride = p.kv.row_stride;
   c.kv_scale = p.kv.scale;
+  c.kv_layout = static_cast<int32_t>(p.kv.layout);
   c.page_size = p.kv.page_size;
   c.page_index_type = static_cast<int32_t>(p.pages.index_type);
   c.page_entries = p.pages.entries;
@@ -270,6 +274,24 @@ treemla_status treemla_check_device_problem(const treemla_problem* problem, void
 treemla_status treemla_verify(const treemla_problem* problem, const treemla_output* output,
                               const treemla_options* options) noexcept {
   return guarded([&] { verify(to_cpp(problem), to_cpp(output), to_cpp(options)); });
+}
+
+void treemla_interleave_init(treemla_interleave* interleave, size_t size) noexcept {
+  init_struct(interleave, size, treemla_interleave{});
+}
+
+treemla_status treemla_interleave_rows(const treemla_interleave* interleave) noexcept {
+  return guarded([&] {
+    const treemla_interleave c = read_struct("interleave", interleave);
+    interleave_rows({{1, c.d_v, c.d_rope},
+                     c.rows,
+                     c.num_rows,
+                     c.row_stride,
+                     c.pool,
+                     c.pool_rows,
+                     c.pool_row_stride,
+                     c.slots});
+  });
 }
 
 treemla_status treemla_plan_create(const treemla_problem* problem, const treemla_options* options,

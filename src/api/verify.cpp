@@ -33,6 +33,7 @@ struct Planned {
   int b;
   int64_t total_q, q_token_stride, q_head_stride, num_pages, row_stride, max_q_len, max_kv_len;
   DType q_dtype, kv_dtype;
+  KvLayout kv_layout;
   int page_size;
   Memory memory;
   bool reads_kv;  // check_problem() has seen to it that kv.data is there if any row is read
@@ -48,6 +49,7 @@ struct Planned {
         max_kv_len(p.max_kv_len),
         q_dtype(p.q.dtype),
         kv_dtype(p.kv.dtype),
+        kv_layout(p.kv.layout),
         page_size(p.kv.page_size),
         memory(p.memory),
         reads_kv(p.kv.data != nullptr) {}
@@ -69,6 +71,7 @@ struct Planned {
     same("q.token_stride", n.q_token_stride, q_token_stride);
     same("q.head_stride", n.q_head_stride, q_head_stride);
     same("kv.dtype", dtype_name(n.kv_dtype), dtype_name(kv_dtype));
+    same("kv.layout", static_cast<int>(n.kv_layout), static_cast<int>(kv_layout));
     same("kv.num_pages", n.num_pages, num_pages);
     same("kv.page_size", n.page_size, page_size);
     same("kv.row_stride", n.row_stride, row_stride);

@@ -13,7 +13,8 @@ namespace {
 class HostMemory : public MemorySpace {
  public:
   void* allocate(std::size_t bytes) const override {
-    constexpr std::size_t kAlign = 256;
+    constexpr std::size_t kAlign =
+        4096;  // a page: untouched here, it lies near the thread that first writes it
     const std::size_t rounded = (bytes / kAlign + 1) * kAlign;  // never 0 bytes
     void* p = std::aligned_alloc(kAlign, rounded);
     if (!p) throw Error(ErrorCode::kOutOfMemory, "bytes", fmt::format("no memory for {} bytes", bytes));

@@ -116,6 +116,7 @@ void check_query(const VerifyProblem& p) {
 void check_pool(const VerifyProblem& p) {
   check_enum("kv.dtype", p.kv.dtype, DType::kF8E4M3Packed, "fp32, fp16, bf16, e4m3, e4m3_packed");
   check_kv_widths(p.shape, p.kv.dtype);
+  check_kv_layout(p.shape, p.kv.dtype, p.kv.layout);
   check_scale("kv.scale", p.kv.scale);
   check_not_negative("kv.num_pages", p.kv.num_pages);
   if (p.kv.page_size < 1) fail("kv.page_size", "kv.page_size = {} must be at least 1", p.kv.page_size);
@@ -123,10 +124,10 @@ void check_pool(const VerifyProblem& p) {
   const bool packed = p.kv.dtype == DType::kF8E4M3Packed;
   check_stride("kv.row_stride", p.kv.row_stride, num_rows, kv_row_elements(p.shape, p.kv.dtype),
                packed ? "the bytes of a packed row" : "d_qk");
-  const auto row_alignment = static_cast<int64_t>(dtype_alignment(p.kv.dtype) / dtype_bytes(p.kv.dtype));
+  const int64_t row_alignment = kv_alignment(p.kv) / static_cast<int64_t>(dtype_bytes(p.kv.dtype));
   if (num_rows > 1 && p.kv.row_stride % row_alignment != 0) {
-    fail("kv.row_stride", "kv.row_stride = {} must be a multiple of {}: {} rows hold float32 scales",
-         p.kv.row_stride, row_alignment, dtype_name(p.kv.dtype));
+    fail("kv.row_stride", "kv.row_stride = {} must be a multiple of {}: {}", p.kv.row_stride, row_alignment,
+         packed ? "e4m3_packed rows hold float32 scales" : "interleaved rows are words of two elements");
   }
   check_bytes("kv", saturating_mul(num_rows, kv_row_stride(p)),
               static_cast<int64_t>(dtype_bytes(p.kv.dtype)));
@@ -287,7 +288,7 @@ void check_problem(const VerifyProblem& p) {
   const bool maybe_active = p.b > 0 && p.q.total_q > 0 && !on_host;
   const bool reads_kv = lengths.any_active || (maybe_active && p.kv.num_pages > 0);
   const bool reads_entries = lengths.any_active || (maybe_active && p.pages.num_entries > 0);
-  check_pointer("kv.data", p.kv.data, dtype_alignment(p.kv.dtype), reads_kv);
+  check_pointer("kv.data", p.kv.data, static_cast<std::size_t>(kv_alignment(p.kv)), reads_kv);
   check_pointer("pages.entries", p.pages.entries, p.pages.index_type == IndexType::kI32 ? 4 : 8,
                 reads_entries);
   if (see_contents) check_page_contents(p);

@@ -13,6 +13,18 @@ namespace treemla {
 // Can rows of these widths have this dtype? Throws Error(kInvalidArgument) naming shape.d_v or shape.d_rope.
 void check_kv_widths(const MlaShape& shape, DType dtype);
 
+// Can rows of these widths and dtype have this layout? Throws Error(kInvalidArgument) naming kv.layout, shape.d_v or shape.d_rope.
+void check_kv_layout(const MlaShape& shape, DType dtype, KvLayout layout);
+
+// One row of n columns in order, interleaved.
+void interleave_row(const uint16_t* from, int n, uint16_t* to);
+
+// What addresses of rows must be multiples of, in bytes: interleaved ones are read as words.
+inline int64_t kv_alignment(const KvPool& kv) {
+  const auto alignment = static_cast<int64_t>(dtype_alignment(kv.dtype));
+  return kv.layout == KvLayout::kInterleaved ? 2 * alignment : alignment;
+}
+
 // The scale of latents kPackedGroup * g and on.
 inline float packed_scale(const void* row, const MlaShape& shape, int g) {
   float scale;
@@ -23,7 +35,12 @@ inline float packed_scale(const void* row, const MlaShape& shape, int g) {
 // The row at `row`, KvPool::scale left out, to to[0:d_qk]. T is float or double; e4m3 times a float32 scale is exact in double
 // and rounded once in float, everything else exact in both.
 template <class T>
-void load_kv_row(const void* row, const MlaShape& shape, DType dtype, T* to) {
+void load_kv_row(const void* row, const MlaShape& shape, DType dtype, T* to,
+                 KvLayout layout = KvLayout::kRowMajor) {
+  if (layout == KvLayout::kInterleaved) {
+    for (int i = 0; i < shape.d_qk(); ++i) to[i] = load_element(row, dtype, interleaved_element(i));
+    return;
+  }
   if (dtype != DType::kF8E4M3Packed) {
     for (int i = 0; i < shape.d_qk(); ++i) to[i] = load_element(row, dtype, i);
     return;

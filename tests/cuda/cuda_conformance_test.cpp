@@ -180,6 +180,18 @@ TEST_P(CudaBackends, HundredsOfRows) {
   run_suite(many_rows());
 }
 
+TEST_P(CudaBackends, RefusesInterleavedCaches) {
+  CaseSpec spec;
+  spec.requests = {{1, 1}};
+  spec.shape = {1, 512, 64};
+  spec.q_dtype = spec.kv_dtype = DType::kBF16;
+  const Case c = generate_case(spec);
+  VerifyProblem p = c.problem();
+  p.kv.layout = KvLayout::kInterleaved;
+  const std::string why = why_unsupported_hosted(GetParam(), p);
+  EXPECT_NE(why.find("kv.layout = interleaved"), std::string::npos) << why;
+}
+
 TEST_P(CudaBackends, RecordedCases) {
   for (const auto& entry : std::filesystem::directory_iterator(cases_dir())) {
     if (entry.path().extension() != ".kdtr") continue;

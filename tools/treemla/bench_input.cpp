@@ -54,9 +54,8 @@ void fill_rows(std::byte* data, const std::vector<Field>& fields, int64_t num_ro
     hashes_per_row += static_cast<uint64_t>(f.count / kDrawsPerHash + 1);
   }
 
-  const auto pool = shared_pool(threads);
-  const int workers = pool->num_workers();
-  pool->run([&](int w) {
+  const int workers = num_threads_of(threads);
+  run_shares(workers, workers, [&](int w) {
     for (int64_t r = num_rows * w / workers; r < num_rows * (w + 1) / workers; ++r) {
       std::byte* to = data + static_cast<std::size_t>(r) * row_bytes;
       uint64_t seed = (stream << 56) + static_cast<uint64_t>(r) * hashes_per_row;
@@ -148,8 +147,11 @@ BenchInput::BenchInput(const BenchPool& pool, int64_t s_q, int64_t h_q, int64_t 
 
   p.b = pool.b;
   p.q = {.data = q_.get(), .dtype = q_dtype, .total_q = total_q};
-  p.kv = {
-      .data = pool.rows.get(), .dtype = pool.dtype, .num_pages = pool.num_pages, .page_size = pool.page_size};
+  p.kv = {.data = pool.rows.get(),
+          .dtype = pool.dtype,
+          .num_pages = pool.num_pages,
+          .page_size = pool.page_size,
+          .layout = pool.layout};
   p.pages = {.entries = page_entries_.data(),
              .index_type = IndexType::kI32,
              .num_entries = std::ssize(page_entries_),

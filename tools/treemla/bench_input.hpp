@@ -21,8 +21,9 @@ struct BenchPool {
   DType dtype = DType::kBF16;
   int b = 1, page_size = 1;
   int64_t pages_per_request = 0, num_pages = 0;
-  std::shared_ptr<std::byte> rows;  // [num_pages, page_size, kv_row_elements]
-  std::vector<int32_t> page_order;  // [b * pages_per_request] a permutation of 1 .. num_pages - 1
+  std::shared_ptr<std::byte> rows;        // [num_pages, page_size, kv_row_elements]
+  std::vector<int32_t> page_order;        // [b * pages_per_request] a permutation of 1 .. num_pages - 1
+  KvLayout layout = KvLayout::kRowMajor;  // random rows are as good in any
 
   std::size_t bytes() const;  // of rows
   static double estimate_bytes(DType dtype, int64_t b, int64_t prefix, int64_t max_q, int64_t page_size);

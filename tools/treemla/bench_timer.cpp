@@ -74,11 +74,10 @@ CacheFlusher::CacheFlusher(int threads) : threads_(threads) {
 // Reads only: dirty lines would be written back during the sample that follows. Every worker reads a slice,
 // so that the private caches of its core are flushed as well as the shared one.
 void CacheFlusher::flush() {
-  const auto pool = shared_pool(threads_);
-  const int workers = pool->num_workers();
+  const int workers = num_threads_of(threads_);
   const std::size_t lines = bytes_ / kLine;
   static std::atomic<unsigned> sink;
-  pool->run([&](int w) {
+  run_shares(workers, workers, [&](int w) {
     unsigned sum = 0;
     for (std::size_t i = lines * w / workers; i < lines * (w + 1) / workers; ++i)
       sum += std::to_integer<unsigned>(buffer_.get()[i * kLine]);

@@ -42,7 +42,7 @@ const Grid kPeersGrid = {{1, 8}, {1, 9, 33}, {8, 16, 64, 128}, {256, 1024, 4096,
 
 struct BenchOptions {
   std::string grid_name = "default", mask = "tree", tree = "random", csv, json, simd, clock = "wall",
-              command_line;
+              kv_layout = "row_major", command_line;
   Grid grid = kDefaultGrid;
   List page_size = {1};
   std::vector<std::string> dtype = {"bf16"}, backend = {"best"};
@@ -236,6 +236,7 @@ class Bench {
     if (no_pool.empty()) {
       progress_.show(done_ / total_, "drawing the inputs");
       pool.emplace(g.dtype, g.b, g.prefix, max_q_, g.page_size, threads_);
+      if (o_.kv_layout == "interleaved") pool->layout = KvLayout::kInterleaved;
     }
     for (const int64_t s_q : o_.grid.s_q) {
       for (const int64_t h_q : o_.grid.h_q) {
@@ -332,6 +333,8 @@ Run add_bench(CLI::App& app, const std::string& command_line) {
       add_int_list(*cmd, "--prefix", o->grid.prefix, 0, kMaxPrefix, "cached tokens before the tree");
   add_choice_list(*cmd, "--dtype", o->dtype, cache_dtypes(),
                   "of the cache (e4m3, e4m3_packed: bf16 queries)");
+  add_choice(*cmd, "--kv_layout", o->kv_layout, {"row_major", "interleaved"},
+             "of the cache's columns (interleaved: bf16 on CPUs)");
   add_int_list(*cmd, "--page_size", o->page_size, 1, kMaxPageSize, "tokens a page");
   add_choice_list(*cmd, "--backend", o->backend, backend_names({"best", "all"}),
                   "best, all (the usable ones), or names that `treemla info` lists", Listed::kNo);

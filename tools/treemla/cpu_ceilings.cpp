@@ -153,19 +153,23 @@ double read_bytes_per_s(int threads, double buffer_bytes) {
   // Each thread touches its own slice first, so that the pages are real and near it.
   best_seconds(threads, 1, [&](int t, int) { std::fill_n(buffer.get() + t * count, count, 1.0f); });
   const double seconds = best_seconds(threads, 3 * windows, [&](int t, int run) {
-    HWY_DYNAMIC_DISPATCH(read_loop)
-    (buffer.get() + t * count + run % windows * kWindow, kWindow, &sinks[t].value);
+    read_sum(buffer.get() + t * count + run % windows * kWindow, kWindow, &sinks[t].value);
   });
   return static_cast<double>(kWindow) * threads * sizeof(float) / seconds;
 }
 
 }  // namespace
 
+double fma_chains(int steps, float* sink) { return HWY_DYNAMIC_DISPATCH(fma_loop)(steps, sink); }
+
+void read_sum(const float* data, std::size_t count, float* sink) {
+  HWY_DYNAMIC_DISPATCH(read_loop)(data, count, sink);
+}
+
 CpuCeilings measure_cpu_ceilings(int threads) {
   CpuCeilings c;
   c.threads = threads;
-  c.fma_flops_per_s = loop_flops_per_s(
-      threads, [](int steps, float* sink) { return HWY_DYNAMIC_DISPATCH(fma_loop)(steps, sink); });
+  c.fma_flops_per_s = loop_flops_per_s(threads, fma_chains);
   if (bf16_dot_available()) c.dot_flops_per_s = loop_flops_per_s(threads, dot_loop);
   const double wanted = std::max(kBufferBytes, 4.0 * static_cast<double>(last_level_cache_bytes()));
   c.buffer_bytes = std::min(wanted, static_cast<double>(memory_available_bytes()) / 4);

@@ -1,6 +1,8 @@
 // What this CPU can do at best, measured: the ceilings that a benchmark's rows are held against.
 #pragma once
 
+#include <cstddef>
+
 namespace treemla::cli {
 
 struct CpuCeilings {
@@ -11,6 +13,10 @@ struct CpuCeilings {
       0;  // streaming reads by every thread of a buffer that no cache holds; 0: no memory for it
   double buffer_bytes = 0;  // of that buffer
 };
+
+// The loops behind them, on the calling thread.
+double fma_chains(int steps, float* sink);                         // returns the operations done
+void read_sum(const float* data, std::size_t count, float* sink);  // `count` is a multiple of 1024
 
 // Takes about two seconds.
 CpuCeilings measure_cpu_ceilings(int threads);

@@ -216,19 +216,6 @@ void pack_q(const uint16_t* const* rows, int num_rows, int width, uint32_t* to) 
   }
 }
 
-void pack_v(const uint16_t* const* keys, int num_keys, int d_v, uint32_t* to) {
-  const __m512i lower = interleave_index(0, 32), upper = interleave_index(16, 32);
-  for (int j = 0; j < num_keys / 2; ++j) {
-    const uint16_t *even = keys[2 * j], *odd = keys[2 * j + 1];
-    for (int c = 0; c < d_v; c += 2 * kLanes) {
-      const __m512i a = _mm512_loadu_si512(even + c), b = _mm512_loadu_si512(odd + c);
-      uint32_t* at = to + c / kPanel * (kPairs * kPanel) + j * kPanel + c % kPanel;
-      _mm512_storeu_si512(at, _mm512_permutex2var_epi16(a, lower, b));
-      _mm512_storeu_si512(at + kLanes, _mm512_permutex2var_epi16(a, upper, b));
-    }
-  }
-}
-
 void score(const uint16_t* const* keys, int num_keys, const uint32_t* q, int num_rows, int d_qk,
            float* scores) {
   switch (ceil_div(num_rows, kLanes)) {
@@ -310,6 +297,92 @@ void pack_p(const float* weights, int num_keys, int num_rows, uint32_t* to) {
   }
 }
 
+// Two vectors of value words of a pair of keys: columns c .. c + 15 and c + 16 .. c + 31.
+struct InOrder {
+  __m512i lower_index, upper_index;
+  // Spelt out: a constructor of the compiler's own is not compiled for these instructions.
+  HWY_INLINE InOrder() : lower_index(interleave_index(0, 32)), upper_index(interleave_index(16, 32)) {}
+  HWY_INLINE void values(__m512i even, __m512i odd, __m512i& lower, __m512i& upper) const {
+    lower = _mm512_permutex2var_epi16(even, lower_index, odd);
+    upper = _mm512_permutex2var_epi16(even, upper_index, odd);
+  }
+};
+// A word of an interleaved row already holds columns of both: no permutation, two cheap instructions a vector.
+struct Interleaved {
+  HWY_INLINE void values(__m512i even, __m512i odd, __m512i& lower, __m512i& upper) const {
+    constexpr __mmask32 kUpperHalves = 0xAAAAAAAA;
+    lower = _mm512_mask_blend_epi16(kUpperHalves, even, _mm512_slli_epi32(odd, 16));
+    upper = _mm512_mask_blend_epi16(kUpperHalves, _mm512_srli_epi32(even, 16), odd);
+  }
+};
+
+template <class Order>
+void pack_v(const uint16_t* const* keys, int num_keys, int d_v, uint32_t* to) {
+  const Order order;
+  for (int j = 0; j < num_keys / 2; ++j) {
+    const uint16_t *even = keys[2 * j], *odd = keys[2 * j + 1];
+    for (int c = 0; c < d_v; c += 2 * kLanes) {
+      __m512i lower, upper;
+      order.values(_mm512_loadu_si512(even + c), _mm512_loadu_si512(odd + c), lower, upper);
+      uint32_t* at = to + c / kPanel * (kPairs * kPanel) + j * kPanel + c % kPanel;
+      _mm512_storeu_si512(at, lower);
+      _mm512_storeu_si512(at + kLanes, upper);
+    }
+  }
+}
+
+template <int MR, class Order>
+HWY_INLINE void accumulate_few_rows(const Order& order, const uint32_t* p, const uint16_t* const* keys,
+                                    int pairs, int begin, int end, const float* alpha, float* out,
+                                    int64_t out_ld) {
+  for (int c = begin; c < end; c += 2 * kLanes) {
+    __m512 acc[MR][2];
+    HWY_UNROLL(16)
+    for (int r = 0; r < MR; ++r) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
+    for (int j = 0; j < pairs; ++j) {
+      __m512i v[2];
+      order.values(_mm512_loadu_si512(keys[2 * j] + c), _mm512_loadu_si512(keys[2 * j + 1] + c), v[0], v[1]);
+      HWY_UNROLL(16)
+      for (int r = 0; r < MR; ++r) {
+        const __m512i w = WeightWords{p}.at(r, j);
+        acc[r][0] = _mm512_dpbf16_ps(acc[r][0], (__m512bh)w, (__m512bh)v[0]);
+        acc[r][1] = _mm512_dpbf16_ps(acc[r][1], (__m512bh)w, (__m512bh)v[1]);
+      }
+    }
+    HWY_UNROLL(16)
+    for (int r = 0; r < MR; ++r) {
+      HWY_UNROLL(2)
+      for (int i = 0; i < 2; ++i) {
+        float* to = out + r * out_ld + c + i * kLanes;
+        _mm512_storeu_ps(to, alpha ? _mm512_fmadd_ps(_mm512_loadu_ps(to), _mm512_set1_ps(alpha[r]), acc[r][i])
+                                   : acc[r][i]);
+      }
+    }
+  }
+}
+
+// MR rows or, at the end, fewer.
+template <int MR, class Order>
+HWY_NOINLINE void accumulate_few_at_most(int n, const Order& order, const uint32_t* p,
+                                         const uint16_t* const* keys, int pairs, int begin, int end,
+                                         const float* alpha, float* out, int64_t out_ld) {
+  if constexpr (MR > 1) {
+    if (n < MR)
+      return accumulate_few_at_most<MR - 1>(n, order, p, keys, pairs, begin, end, alpha, out, out_ld);
+  }
+  accumulate_few_rows<MR>(order, p, keys, pairs, begin, end, alpha, out, out_ld);
+}
+
+template <class Order>
+void accumulate_few(const uint32_t* p, const uint16_t* const* keys, int num_keys, int num_rows, int begin,
+                    int end, const float* alpha, float* out, int64_t out_ld) {
+  constexpr int kMost = 8;  // 16 accumulators hide the latency and 32 registers hold the rest
+  const Order order;
+  for (int r = 0; r < num_rows; r += kMost)
+    accumulate_few_at_most<kMost>(std::min(kMost, num_rows - r), order, p + r, keys, num_keys / 2, begin, end,
+                                  alpha ? alpha + r : nullptr, out + r * out_ld, out_ld);
+}
+
 void accumulate(const uint32_t* p, const uint32_t* v, int num_keys, int num_rows, int d_v, const float* alpha,
                 float* out, int64_t out_ld) {
   for (int c = 0; c < d_v; c += kPanel) {
@@ -353,7 +426,10 @@ void bf16_dot_pack_q(const uint16_t* const* rows, int num_rows, int width, uint3
   pack_q(rows, num_rows, width, to);
 }
 void bf16_dot_pack_v(const uint16_t* const* keys, int num_keys, int d_v, uint32_t* to) {
-  pack_v(keys, num_keys, d_v, to);
+  pack_v<InOrder>(keys, num_keys, d_v, to);
+}
+void bf16_dot_pack_interleaved_v(const uint16_t* const* keys, int num_keys, int d_v, uint32_t* to) {
+  pack_v<Interleaved>(keys, num_keys, d_v, to);
 }
 void bf16_dot_score(const uint16_t* const* keys, int num_keys, const uint32_t* q, int num_rows, int d_qk,
                     float* scores) {
@@ -371,16 +447,26 @@ void bf16_dot_accumulate(const uint32_t* p, const uint32_t* v, int num_keys, int
   accumulate(p, v, num_keys, num_rows, d_v, alpha, out, out_ld);
 }
 
+void bf16_dot_accumulate_few(const uint32_t* p, const uint16_t* const* keys, bool interleaved, int num_keys,
+                             int num_rows, int begin, int end, const float* alpha, float* out,
+                             int64_t out_ld) {
+  (interleaved ? accumulate_few<Interleaved> : accumulate_few<InOrder>)(p, keys, num_keys, num_rows, begin,
+                                                                        end, alpha, out, out_ld);
+}
+
 #else
 
 bool bf16_dot_available() { return false; }
 bool bf16_dot_preferred() { return false; }
 void bf16_dot_pack_q(const uint16_t* const*, int, int, uint32_t*) {}
 void bf16_dot_pack_v(const uint16_t* const*, int, int, uint32_t*) {}
+void bf16_dot_pack_interleaved_v(const uint16_t* const*, int, int, uint32_t*) {}
 void bf16_dot_score(const uint16_t* const*, int, const uint32_t*, int, int, float*) {}
 void bf16_dot_score_few(const uint16_t* const*, int, const uint16_t* const*, int, int, float*) {}
 void bf16_dot_pack_p(const float*, int, int, uint32_t*) {}
 void bf16_dot_accumulate(const uint32_t*, const uint32_t*, int, int, int, const float*, float*, int64_t) {}
+void bf16_dot_accumulate_few(const uint32_t*, const uint16_t* const*, bool, int, int, int, int, const float*,
+                             float*, int64_t) {}
 
 #endif
 

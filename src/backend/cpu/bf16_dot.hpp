@@ -24,6 +24,9 @@ void bf16_dot_pack_q(const uint16_t* const* rows, int num_rows, int width, uint3
 // keys[j]: [d_v or more] of num_keys keys, an even number -> words [d_v / 64][kSimdKeys / 2][64], two keys a
 // word.
 void bf16_dot_pack_v(const uint16_t* const* keys, int num_keys, int d_v, uint32_t* to);
+// The same from interleaved keys (KvLayout). The other products take these as they take rows in order, if q's columns are
+// interleaved too.
+void bf16_dot_pack_interleaved_v(const uint16_t* const* keys, int num_keys, int d_v, uint32_t* to);
 
 // scores [kSimdKeys, kSimdRows] = keys q^T, for num_keys keys and num_rows rows (rounded up to 16).
 void bf16_dot_score(const uint16_t* const* keys, int num_keys, const uint32_t* q, int num_rows, int d_qk,
@@ -41,5 +44,11 @@ void bf16_dot_pack_p(const float* weights, int num_keys, int num_rows, uint32_t*
 // from `v` on, which starts a panel.
 void bf16_dot_accumulate(const uint32_t* p, const uint32_t* v, int num_keys, int num_rows, int d_v,
                          const float* alpha, float* out, int64_t out_ld);
+
+// The same for a few rows and straight from the keys of bf16_dot_pack_v or bf16_dot_pack_interleaved_v: what that writes would be
+// read only once or twice. Columns [begin, end) of out. The same bits.
+void bf16_dot_accumulate_few(const uint32_t* p, const uint16_t* const* keys, bool interleaved, int num_keys,
+                             int num_rows, int begin, int end, const float* alpha, float* out,
+                             int64_t out_ld);
 
 }  // namespace treemla

@@ -54,7 +54,7 @@ void attend_node(const HostPlan& plan, const VerifyProblem& p, const VerifyOutpu
       q[h * d_qk + d] =
           load_element(p.q.data, p.q.dtype, q_row * q_token_stride(p) + h * q_head_stride(p) + d);
   auto load_key = [&](int j) {
-    load_kv_row(kv_row_at(p, rows[j]), p.shape, p.kv.dtype, key.data());
+    load_kv_row(kv_row_at(p, rows[j]), p.shape, p.kv.dtype, key.data(), p.kv.layout);
     for (double& x : key) x *= p.kv.scale;
   };
 
@@ -108,7 +108,8 @@ class CpuOracle : public Backend {
     for (int r = 0; r < host.b; ++r)
       for (int i = 0; i < host.q_len[r]; ++i) nodes.emplace_back(r, i);
     std::atomic<size_t> next{0};
-    shared_pool(options.num_threads)->run([&](int) {
+    const int threads = num_threads_of(options.num_threads);
+    run_shares(threads, threads, [&](int) {
       for (size_t k; (k = next++) < nodes.size();)
         attend_node(host, problem, output, nodes[k].first, nodes[k].second);
     });

@@ -29,10 +29,11 @@ constexpr int kDefaultSplitKeys = 4096;
 SplitParams split_params(const VerifyProblem& p, const HostPlan& host, const RunOptions& options) {
   SplitParams s;
   s.h_q = p.shape.h_q;
-  s.num_workers = shared_pool(options.num_threads)->num_workers();
+  s.num_workers = num_threads_of(options.num_threads);
   const int max_q = host.q_len.empty() ? 0 : *std::max_element(host.q_len.begin(), host.q_len.end());
   s.tile = cpu_simd_tile(max_q * s.h_q);
-  s.min_payload = 8 * tile_cost(s.tile, kSimdRows);
+  // About 0.1 ms. A helper that is asleep takes half of that to come; if it comes too late, the caller has done its share.
+  s.min_payload = 2 * tile_cost(s.tile, kSimdRows);
   if (options.batch_invariant)
     s.fixed_tiles =
         ceil_div(options.split_keys > 0 ? options.split_keys : kDefaultSplitKeys, s.tile.keys_per_tile);
@@ -51,10 +52,29 @@ struct SimdPlan : BackendPlan {
   std::size_t slot_rows() const {
     return static_cast<std::size_t>(split.num_partials) * split.params.tile.rows_per_tile;
   }
+  // Workers up to the last that has work.
+  int num_busy() const {
+    int n = split.params.num_workers;
+    while (n > 0 && split.worker_indptr[n - 1] == split.worker_indptr[n]) --n;
+    return n;
+  }
+  // Merges of some microseconds are not worth another thread.
+  int merge_pieces() const {
+    constexpr int64_t kLeast = 1 << 16;  // floats read
+    int64_t read = 0;
+    for (const CombineItem& c : split.combines)
+      read += int64_t{c.row_end - c.row_begin} * c.partials.count * d_v;
+    return static_cast<int>(std::clamp<int64_t>(read / kLeast, 1, split.params.num_workers));
+  }
   std::size_t lse_offset() const { return round_up<std::size_t>(slot_rows() * d_v, 16); }
-  std::size_t scratch_offset() const { return lse_offset() + round_up<std::size_t>(slot_rows(), 16); }
+  // Scratch begins on a page, and no two workers share one: it comes to lie on the NUMA node of the thread that uses it.
+  static constexpr std::size_t kPage = 4096 / sizeof(float);
+  std::size_t scratch_offset() const { return round_up<std::size_t>(lse_offset() + slot_rows(), kPage); }
+  std::size_t scratch_of(int worker) const {
+    return scratch_offset() + round_up<std::size_t>(layout.floats, kPage) * worker;
+  }
   std::size_t workspace_bytes() const override {
-    return sizeof(float) * (scratch_offset() + layout.floats * split.params.num_workers);
+    return sizeof(float) * scratch_of(split.params.num_workers);
   }
   std::string describe() const override {
     return fmt::format("vectors      {}\n", vectors) + treemla::describe(split);
@@ -83,23 +103,22 @@ class CpuSimd : public Backend {
   }
 
   void run(const BackendPlan& base, const VerifyProblem& p, const VerifyOutput& o, void* workspace,
-           const RunOptions& options) const override {
+           const RunOptions&) const override {
     const SimdPlan& plan = static_cast<const SimdPlan&>(base);
     float* parts = static_cast<float*>(workspace);
     float* part_lse = parts + plan.lse_offset();
-    float* scratch = parts + plan.scratch_offset();
-    const std::shared_ptr<ThreadPool> pool = shared_pool(options.num_threads);
+    const int num_threads = plan.split.params.num_workers;
 
     write_inert(plan, p, o);
-    pool->run([&](int worker) {
+    run_shares(plan.num_busy(), num_threads, [&](int worker) {
       for (int i = plan.split.worker_indptr[worker]; i < plan.split.worker_indptr[worker + 1]; ++i)
         simd_attend(make_item(plan, plan.split.items[i], p, o, parts, part_lse), plan.layout,
-                    scratch + worker * plan.layout.floats);
+                    parts + plan.scratch_of(worker));
     });
     if (plan.split.combines.empty()) return;
-    pool->run([&](int worker) {
-      combine(plan, worker, pool->num_workers(), p, o, parts, part_lse,
-              scratch + worker * plan.layout.floats);
+    const int pieces = plan.merge_pieces();
+    run_shares(pieces, num_threads, [&](int piece) {
+      combine(plan, piece, pieces, p, o, parts, part_lse, parts + plan.scratch_of(piece));
     });
   }
 
@@ -134,6 +153,7 @@ class CpuSimd : public Backend {
     item.q_head_stride = q_head_stride(p);
     item.kv = p.kv.data;
     item.kv_dtype = p.kv.dtype;
+    item.kv_layout = p.kv.layout;
     item.kv_row_stride = kv_row_stride(p);
     item.pool_rows = host.pool_rows.data() + host.kv_begin[w.request];
     item.words = host.words;
@@ -161,17 +181,16 @@ class CpuSimd : public Backend {
     return item;
   }
 
-  // A worker's share of the merges: every row tile is cut among all workers, so that one long request
-  // occupies them all.
-  static void combine(const SimdPlan& plan, int worker, int num_workers, const VerifyProblem& p,
+  // A share of the merges: every row tile is cut into as many pieces, so that one long request occupies all threads.
+  static void combine(const SimdPlan& plan, int piece, int pieces, const VerifyProblem& p,
                       const VerifyOutput& o, const float* parts, const float* part_lse, float* scratch) {
     std::vector<int> slots;
     for (const CombineItem& c : plan.split.combines) {
       slots.resize(c.partials.count);
       for (int j = 0; j < c.partials.count; ++j) slots[j] = c.partials.slot(j);
       const int64_t rows = c.row_end - c.row_begin;
-      const int begin = static_cast<int>(rows * worker / num_workers),
-                end = static_cast<int>(rows * (worker + 1) / num_workers);
+      const int begin = static_cast<int>(rows * piece / pieces),
+                end = static_cast<int>(rows * (piece + 1) / pieces);
       const int64_t row = output_row(plan, p, c.request, c.row_begin + begin);
       simd_combine(parts + static_cast<int64_t>(begin) * p.shape.d_v, part_lse + begin, slots.data(),
                    c.partials.count, plan.split.params.tile.rows_per_tile, end - begin, p.shape.d_v,

@@ -19,8 +19,8 @@
 // T is not made, S^T comes from the cached rows themselves, V is the tile's rows two keys a word, and P^T is rounded
 // to bf16. Mask, softmax and output are the same.
 //
-// A group of at most 8 rows would leave half of every vector of S^T empty. Its scores are dot products with the columns
-// along the vectors instead, and their lanes are summed at the end.
+// A group of at most 16 rows goes to few_rows-inl.hpp, with the columns along the vectors. If it is alone and the cache has 16
+// bits, T is not made either: cached rows are widened in registers.
 //
 // Otherwise a row's arithmetic does not depend on its neighbours, on MR or on NV: every accumulator is one chain of
 // FMAs over k, restarted every kDepth terms. So any tiling of rows gives equal bits.
@@ -41,7 +41,9 @@
 #include <limits>
 
 #include "backend/cpu/bf16_dot.hpp"
+#include "backend/cpu/few_rows-inl.hpp"
 #include "backend/cpu/simd_kernel.hpp"
+#include "backend/cpu/widen-inl.hpp"
 #include "core/host_device.hpp"
 #include "core/kv_row.hpp"
 
@@ -50,109 +52,11 @@ namespace treemla {
 namespace HWY_NAMESPACE {
 namespace {
 
-namespace hn = hwy::HWY_NAMESPACE;
-using D = hn::ScalableTag<float>;
-using V = hn::Vec<D>;
-constexpr int kLanes = HWY_LANES(float);
 // Accumulators that fit the register file next to the operands: 24 of 32, or 12 of 16.
-constexpr bool kManyRegisters = (HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3) || HWY_ARCH_ARM_A64;
 constexpr int kVecs = kManyRegisters || kLanes == 1 ? 4 : 2, kAccs = kManyRegisters ? 24 : 12;
 constexpr int kPanel = kVecs * kLanes;  // rows (or columns) that one micro-kernel call spans
-constexpr int kFewRows = 8, kFewKeys = kManyRegisters ? 4 : 2;
-constexpr int kDepth = 96;                                  // terms of a chain of FMAs in the first product
+constexpr int kDepth = 96;              // terms of a chain of FMAs in the first product
 static_assert(kSimdRows % kPanel == 0 && kPanel % 4 == 0);  // load_q() moves four rows of a panel at a time
-static_assert(kPackedGroup % kLanes == 0);
-
-// kLanes e4m3 numbers. Exponent and mantissa move up 20 bits and the bias from 7 to 127. Exponent 0 means no
-// implicit one: read it as 2^-6 * (1 + man / 8) and take 2^-6 away again, which is exact and meets no float32
-// subnormal.
-HWY_INLINE V widen_e4m3(const uint8_t* from) {
-  const D d;
-  const hn::Rebind<uint32_t, D> du32;
-  const hn::Rebind<uint8_t, D> du8;
-  const auto x = hn::PromoteTo(du32, hn::LoadU(du8, from));
-  const auto sign = hn::ShiftLeft<24>(hn::And(x, hn::Set(du32, 0x80)));
-  const auto low = hn::And(x, hn::Set(du32, 0x7F));
-  const auto mag = hn::ShiftLeft<20>(low);
-  const V normal = hn::BitCast(d, hn::Add(mag, hn::Set(du32, 120u << 23)));
-  const V small = hn::Sub(hn::BitCast(d, hn::Add(mag, hn::Set(du32, 121u << 23))), hn::Set(d, 0x1p-6f));
-  V v = hn::IfThenElse(hn::RebindMask(d, hn::Lt(low, hn::Set(du32, 8))), small, normal);
-  v = hn::IfThenElse(hn::RebindMask(d, hn::Eq(low, hn::Set(du32, 0x7F))), hn::NaN(d), v);
-  return hn::Or(v, hn::BitCast(d, sign));
-}
-
-// Widens n elements to float32; writes whole vectors, so `to` has room up to the next multiple of kLanes.
-HWY_INLINE void widen_row(const void* from, DType dtype, int n, float* HWY_RESTRICT to) {
-  const D d;
-  const hn::Rebind<uint32_t, D> du32;
-  const hn::Rebind<uint16_t, D> du16;
-  const hn::Rebind<hwy::float16_t, D> df16;
-  int i = 0;
-  const int whole = n - n % kLanes;
-  switch (dtype) {
-    case DType::kF32: {
-      const float* f = static_cast<const float*>(from);
-      for (; i < whole; i += kLanes) hn::Store(hn::LoadU(d, f + i), d, to + i);
-      break;
-    }
-    case DType::kBF16: {
-      const uint16_t* f = static_cast<const uint16_t*>(from);
-      for (; i < whole; i += kLanes)
-        hn::Store(hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(du32, hn::LoadU(du16, f + i)))), d, to + i);
-      break;
-    }
-    case DType::kF16: {
-      const hwy::float16_t* f = static_cast<const hwy::float16_t*>(from);
-      for (; i < whole; i += kLanes) hn::Store(hn::PromoteTo(d, hn::LoadU(df16, f + i)), d, to + i);
-      break;
-    }
-    case DType::kF8E4M3: {
-      const uint8_t* f = static_cast<const uint8_t*>(from);
-      for (; i < whole; i += kLanes) hn::Store(widen_e4m3(f + i), d, to + i);
-      break;
-    }
-    case DType::kF8E4M3Packed:
-      break;  // widen_packed_row()
-  }
-  for (; i < n; ++i) to[i] = load_element(from, dtype, i);
-}
-
-// A row of kF8E4M3Packed.
-HWY_INLINE void widen_packed_row(const void* from, const MlaShape& shape, float* HWY_RESTRICT to) {
-  const D d;
-  const uint8_t* latents = static_cast<const uint8_t*>(from);
-  for (int i = 0; i < shape.d_v; i += kPackedGroup) {
-    const V scale = hn::Set(d, packed_scale(from, shape, i / kPackedGroup));
-    for (int j = i; j < i + kPackedGroup; j += kLanes)
-      hn::Store(hn::Mul(widen_e4m3(latents + j), scale), d, to + j);
-  }
-  widen_row(latents + packed_rope_offset(shape), DType::kBF16, shape.d_rope, to + shape.d_v);
-}
-
-// Narrows n floats (whole vectors readable) to `to`.
-HWY_INLINE void narrow_row(const float* HWY_RESTRICT from, int n, DType dtype, void* to) {
-  const D d;
-  const hn::Rebind<uint32_t, D> du32;
-  const hn::Rebind<uint16_t, D> du16;
-  if (dtype == DType::kF32) {
-    std::memcpy(to, from, sizeof(float) * n);
-    return;
-  }
-  int i = 0;
-  if (dtype == DType::kBF16) {  // round to nearest even; NaN keeps its upper half, made quiet
-    uint16_t* t = static_cast<uint16_t*>(to);
-    for (; i + kLanes <= n; i += kLanes) {
-      const V v = hn::Load(d, from + i);
-      const auto u = hn::BitCast(du32, v);
-      const auto odd = hn::And(hn::ShiftRight<16>(u), hn::Set(du32, 1));
-      const auto rounded = hn::ShiftRight<16>(hn::Add(u, hn::Add(odd, hn::Set(du32, 0x7FFF))));
-      const auto nan = hn::Or(hn::ShiftRight<16>(u), hn::Set(du32, 0x40));
-      const auto r = hn::IfThenElse(hn::RebindMask(du32, hn::IsNaN(v)), nan, rounded);
-      hn::StoreU(hn::TruncateTo(du16, r), du16, t + i);
-    }
-  }
-  for (; i < n; ++i) store_element(to, dtype, i, from[i]);
-}
 
 // e^x for x <= 0, within 2 ulp: 2^n e^r with |r| <= ln(2) / 2, the polynomial that of Cephes' expf. Adding 1.5 * 2^23
 // rounds x / ln(2) to n and leaves n in the low bits, from where it moves to the exponent. 0 where the result would be
@@ -188,22 +92,24 @@ class FetchAhead {
     key_ = key;
     end_ = end;
     at_ = 0;
-    lines_ = static_cast<int>(ceil_div((end - key) * row_bytes_, int64_t{kLine} * steps));
+    lines_ = static_cast<int>(ceil_div((end - key) * row_bytes_, kLine * steps));
   }
   HWY_INLINE void step() {
-    for (int i = 0; i < lines_ && key_ < end_; ++i) {
-      __builtin_prefetch(static_cast<const char*>(item_.kv) +
-                             item_.pool_rows[key_] * item_.kv_row_stride * element_bytes_ + at_,
-                         0, 2);
-      at_ += kLine;
-      if (at_ < row_bytes_) continue;
+    for (int64_t left = lines_ * kLine; left > 0 && key_ < end_;) {
+      const char* row =
+          static_cast<const char*>(item_.kv) + item_.pool_rows[key_] * item_.kv_row_stride * element_bytes_;
+      const int64_t begin = at_, end = std::min(row_bytes_, begin + left);
+      for (int64_t at = begin; at < end; at += kLine) __builtin_prefetch(row + at, 0, 2);
+      left -= end - begin;
+      at_ = end;
+      if (end < row_bytes_) continue;
       at_ = 0;
       ++key_;
     }
   }
 
  private:
-  static constexpr int kLine = 64;  // bytes
+  static constexpr int64_t kLine = 64;  // bytes
   const SimdItem& item_;
   int64_t element_bytes_, row_bytes_, at_ = 0;
   int key_ = 0, end_ = 0, lines_ = 0;
@@ -337,12 +243,14 @@ struct Worker {
   bool direct;                     // are the tile's rows read where they lie?
   const float* floats[kSimdKeys];  // the tile's rows
 
-  // With dot products, in the place of the tile (but for its last two rows, used as float32 rows):
-  bool dot;
-  uint32_t* values;                 // [d_v / 64, kSimdKeys / 2, 64] words
-  uint32_t* weights;                // [kSimdKeys / 2, kSimdRows] words
-  uint16_t* zeros;                  // [d_qk] a key that adds nothing
+  // Instead of the tile, with dot products and for few rows of a 16-bit cache:
+  bool dot, narrow;
   const uint16_t* keys[kSimdKeys];  // the tile's cached rows
+  uint16_t* zeros;                  // [d_qk] a key that adds nothing
+  // With dot products, in the place of the tile (but for its last two rows, used as float32 rows):
+  uint32_t* values;                     // [d_v / 64, kSimdKeys / 2, 64] words
+  uint32_t* weights;                    // [kSimdKeys / 2, kSimdRows] words
+  const uint16_t* few_dot_q[kFewRows];  // the rows of a last, small group
 
   Worker(const SimdItem& it, const SimdScratch& lay, float* s, bool use_dot)
       : item(it),
@@ -361,12 +269,17 @@ struct Worker {
         ahead(it),
         direct(in_place()),
         dot(use_dot),
+        narrow(!dot && few(0) && (it.kv_dtype == DType::kBF16 || it.kv_dtype == DType::kF16)),
+        zeros(reinterpret_cast<uint16_t*>(s + lay.zeros)),
         values(reinterpret_cast<uint32_t*>(tile)),
-        weights(reinterpret_cast<uint32_t*>(s + lay.weights)),
-        zeros(reinterpret_cast<uint16_t*>(s + lay.zeros)) {}
+        weights(reinterpret_cast<uint32_t*>(s + lay.weights)) {}
 
   int group_rows(int g) const { return std::min(kSimdRows, rows - g * kSimdRows); }
-  bool few(int g) const { return group_rows(g) <= kFewRows && !item.fixed_order && d_qk % kLanes == 0; }
+  bool few(int g) const {
+    return group_rows(g) <= kFewRows && !item.fixed_order && d_qk % kColumnBlock == 0 &&
+           d_v % kColumnBlock == 0;
+  }
+  bool interleaved() const { return item.kv_layout == KvLayout::kInterleaved; }
   float* group_q(int g) { return q + static_cast<int64_t>(g) * kSimdRows * d_qk; }
   uint32_t* dot_q(int g) { return reinterpret_cast<uint32_t*>(group_q(g)); }
   float* spare_row() { return tile + kSimdKeys * layout.tile_ld; }
@@ -384,10 +297,12 @@ struct Worker {
     return j < 0 || ((mask_row(local_row)[j >> 5] >> (j & 31)) & 1);
   }
 
-  // Few rows lie one after another: element (row, k) at [row][k].
+  // Few rows lie one after another: element (row, k) at [row][k], zeros up to kFewRows rows.
   HWY_INLINE void load_few_q(int g) {
-    for (int r = 0; r < group_rows(g); ++r)
+    const int m = group_rows(g);
+    for (int r = 0; r < m; ++r)
       widen_row(query(g * kSimdRows + r), item.q_dtype, d_qk, group_q(g) + r * d_qk);
+    std::fill_n(group_q(g) + m * d_qk, (kFewRows - m) * d_qk, 0.0f);
   }
 
   // Q^T in panels: element (row, k) of a group at [row / kPanel][k][row % kPanel]. Four rows at a time
@@ -428,13 +343,23 @@ struct Worker {
     }
   }
 
+  // Query rows as dot products take them, columns in the cache's order; `room` [kSimdRows, d_qk] if they have to be moved.
+  void dot_rows(int g, uint16_t* room, const uint16_t** to) const {
+    for (int r = 0; r < group_rows(g); ++r) {
+      to[r] = static_cast<const uint16_t*>(query(g * kSimdRows + r));
+      if (!interleaved()) continue;
+      interleave_row(to[r], d_qk, room + r * d_qk);
+      to[r] = room + r * d_qk;
+    }
+  }
+
   void load_dot_q() {
-    for (int r = 0; r < rows; r += kSimdRows) {
+    for (int g = 0; g * kSimdRows < rows; ++g) {
+      // Few rows are read again for every tile, wherever they are.
+      if (few(g)) return dot_rows(g, reinterpret_cast<uint16_t*>(group_q(g)), few_dot_q);
       const uint16_t* from[kSimdRows];
-      const int n = group_rows(r / kSimdRows);
-      if (few(r / kSimdRows)) break;  // read where they lie
-      for (int i = 0; i < n; ++i) from[i] = static_cast<const uint16_t*>(query(r + i));
-      bf16_dot_pack_q(from, n, d_qk, dot_q(r / kSimdRows));
+      dot_rows(g, reinterpret_cast<uint16_t*>(tile), from);  // the tile is not in use yet
+      bf16_dot_pack_q(from, group_rows(g), d_qk, dot_q(g));
     }
   }
 
@@ -447,6 +372,8 @@ struct Worker {
     const void* from = cached_row(key);
     if (item.kv_dtype == DType::kF8E4M3Packed)
       widen_packed_row(from, item.shape, to);
+    else if (interleaved())
+      widen_interleaved_row(from, d_qk, to);
     else
       widen_row(from, item.kv_dtype, d_qk, to);
   }
@@ -467,10 +394,12 @@ struct Worker {
         continue;
       }
       const int m = group_rows(g), vecs = ceil_div(m, kLanes);
+      if (few(g)) {
+        steps += num_few_blocks(m) * (kSimdKeys / 2 + d_v / kColumnBlock);
+        continue;
+      }
       const auto block_rows = [](int v) { return std::min(8, kAccs / std::min(v, kVecs)); };
-      steps += few(g)
-                   ? kSimdKeys / kFewKeys
-                   : ceil_div(vecs, kVecs) * ceil_div(kSimdKeys, block_rows(vecs)) * ceil_div(d_qk, kDepth);
+      steps += ceil_div(vecs, kVecs) * ceil_div(kSimdKeys, block_rows(vecs)) * ceil_div(d_qk, kDepth);
       steps += ceil_div(d_v, kPanel) * ceil_div(m, block_rows(kVecs));
     }
     return steps;
@@ -504,8 +433,8 @@ struct Worker {
     }
   }
 
-  // The same for dot products: a key taken out is a row of zeros, and so is the second of a last odd pair.
-  void load_dot_tile(int key, int n) {
+  // The same keys where they lie: one taken out is a row of zeros.
+  HWY_INLINE void load_narrow_tile(int key, int n) {
     num_odd = 0;
     for (int j = 0; j < n; ++j) {
       keys[j] = static_cast<const uint16_t*>(cached_row(key + j));
@@ -515,56 +444,31 @@ struct Worker {
       keys[j] = zeros;
       odd[num_odd++] = j;
     }
-    if (n % 2 != 0) keys[n] = zeros;
-    bf16_dot_pack_v(keys, round_up(n, 2), d_v, values);
   }
 
-  // Scores of few rows: kFewKeys keys times RR rows, their columns along the vectors.
-  template <int RR>
-  HWY_INLINE void score_few_rows(const float* HWY_RESTRICT qr, const float* const* key,
-                                 float* HWY_RESTRICT to) {
-    const D d;
-    V sum_of[kFewKeys][RR];
-    HWY_UNROLL(16)
-    for (int i = 0; i < kFewKeys; ++i) {
-      HWY_UNROLL(16)
-      for (int r = 0; r < RR; ++r) sum_of[i][r] = hn::Zero(d);
-    }
-    for (int k = 0; k < d_qk; k += kLanes) {
-      V qv[RR];
-      HWY_UNROLL(16)
-      for (int r = 0; r < RR; ++r) qv[r] = hn::Load(d, qr + r * d_qk + k);
-      HWY_UNROLL(16)
-      for (int i = 0; i < kFewKeys; ++i) {
-        const V kv = hn::LoadU(d, key[i] + k);
-        HWY_UNROLL(16)
-        for (int r = 0; r < RR; ++r) sum_of[i][r] = hn::MulAdd(kv, qv[r], sum_of[i][r]);
-      }
-    }
-    HWY_UNROLL(16)
-    for (int i = 0; i < kFewKeys; ++i) {
-      HWY_UNROLL(16)
-      for (int r = 0; r < RR; ++r) to[i * kSimdRows + r] = hn::GetLane(hn::SumOfLanes(d, sum_of[i][r]));
-    }
+  // For dot products, the second of a last odd pair is a row of zeros too.
+  void load_dot_tile(int key, int n) {
+    load_narrow_tile(key, n);
+    if (n % 2 != 0) keys[n] = zeros;
+    if (few(0)) return;  // read where they lie
+    (interleaved() ? bf16_dot_pack_interleaved_v : bf16_dot_pack_v)(keys, round_up(n, 2), d_v, values);
+  }
+
+  // fn(the tile's rows as few rows read them).
+  template <class Fn>
+  HWY_INLINE void with_few_keys(Fn fn) {
+    if (!narrow) return fn(Float32Rows{floats});
+    if (item.kv_dtype == DType::kF16) return fn(Fp16Rows{keys});
+    if (interleaved()) return fn(InterleavedRows{keys});
+    fn(Bf16Rows{keys});
   }
 
   void score_few(int g, int n_keys) {
     const int m = group_rows(g);
-    if (dot) {
-      const uint16_t* q_rows[kFewRows];
-      for (int r = 0; r < m; ++r) q_rows[r] = static_cast<const uint16_t*>(query(g * kSimdRows + r));
-      return bf16_dot_score_few(keys, n_keys, q_rows, m, d_qk, scores);
-    }
-    // A block of keys meets all rows while it is in L1. Scores past n_keys are not looked at.
-    for (int j = 0; j < n_keys; j += kFewKeys) {
-      const float* key[kFewKeys];
-      for (int i = 0; i < kFewKeys; ++i) key[i] = floats[std::min(j + i, n_keys - 1)];
-      float* to = scores + j * kSimdRows;
-      int r = 0;
-      ahead.step();
-      for (; r + 4 <= m; r += 4) score_few_rows<4>(group_q(g) + r * d_qk, key, to + r);
-      for (; r < m; ++r) score_few_rows<1>(group_q(g) + r * d_qk, key, to + r);
-    }
+    if (dot) return bf16_dot_score_few(keys, n_keys, few_dot_q, m, d_qk, scores);
+    with_few_keys([&](const auto& rows_of_tile) HWY_ATTR {
+      HWY_NAMESPACE::score_few(rows_of_tile, n_keys, group_q(g), m, d_qk, scores, ahead);
+    });
   }
 
   // The first n keys of the tile.
@@ -635,12 +539,23 @@ struct Worker {
     if (dot) {
       const int n = round_up(n_keys, 2);
       bf16_dot_pack_p(scores, n, m, weights);
+      const float* shrink = first ? nullptr : alpha;
       for (int c = 0; c < d_v; c += kBf16DotPanel) {
-        bf16_dot_accumulate(weights, values + c * (kSimdKeys / 2), n, m, std::min(kBf16DotPanel, d_v - c),
-                            first ? nullptr : alpha, o + c, layout.out_ld);
+        const int width = std::min(kBf16DotPanel, d_v - c);
+        if (few(0))
+          bf16_dot_accumulate_few(weights, keys, interleaved(), n, m, c, c + width, shrink, o, layout.out_ld);
+        else
+          bf16_dot_accumulate(weights, values + c * (kSimdKeys / 2), n, m, width, shrink, o + c,
+                              layout.out_ld);
         ahead.step();
       }
       return;
+    }
+    if (few(g)) {
+      return with_few_keys([&](const auto& rows_of_tile) HWY_ATTR {
+        accumulate_few(rows_of_tile, n_keys, scores, m, d_v, first ? nullptr : alpha, o, layout.out_ld,
+                       ahead);
+      });
     }
     for (int v = 0; v < vecs; v += kVecs) {
       const int n = std::min(kVecs, vecs - v);
@@ -698,26 +613,37 @@ struct Worker {
     }
   }
 
-  void attend() {
-    if (dot) {
+  // What every tile needs.
+  void begin() {
+    if (dot)
       load_dot_q();
-      std::fill_n(zeros, d_qk, uint16_t{0});
-    } else {
+    else
       load_q();
-    }
+    if (dot || narrow) std::fill_n(zeros, d_qk, uint16_t{0});
     // The softmax takes whole vectors, of few rows too.
     std::fill_n(scores, kSimdKeys * kSimdRows, 0.0f);
-    // The micro-kernel reads whole vectors: columns past d_qk must be numbers.
-    std::memset(tile, 0, sizeof(float) * (kSimdKeys + 1) * layout.tile_ld);
+    // The micro-kernel and finite() read whole vectors: columns past d_qk must be numbers.
+    for (int j = narrow ? kSimdKeys : 0; j <= kSimdKeys; ++j)
+      std::fill(tile + j * layout.tile_ld + d_qk, tile + (j + 1) * layout.tile_ld, 0.0f);
+  }
+
+  void load(int key, int n) {
+    if (dot)
+      load_dot_tile(key, n);
+    else if (narrow)
+      load_narrow_tile(key, n);
+    else
+      load_tile(key, n);
+  }
+
+  void attend() {
+    begin();
     const int groups = ceil_div(rows, kSimdRows);
     const int steps = steps_of_tile();
     for (int key = item.key_begin; key < item.key_end; key += kSimdKeys) {
       const int n = std::min(kSimdKeys, item.key_end - key);
       const bool first = key == item.key_begin;
-      if (dot)
-        load_dot_tile(key, n);
-      else
-        load_tile(key, n);
+      load(key, n);
       ahead.start(key + n, std::min(key + n + kSimdKeys, item.key_end), steps);
       for (int g = 0; g < groups; ++g) {
         score(g, n);
@@ -729,10 +655,33 @@ struct Worker {
     }
     write();
   }
+
+  // A stage of the first tile, of all its rows, again and again.
+  void repeat(SimdStage stage, int times) {
+    const int n = std::min(kSimdKeys, item.key_end - item.key_begin);
+    const auto run = [&](SimdStage s, bool first) {
+      if (s == SimdStage::kLoad) return load(item.key_begin, n);
+      for (int g = 0; g * kSimdRows < rows; ++g) {
+        if (s == SimdStage::kScore) score(g, n);
+        if (s == SimdStage::kSoftmax) softmax(g, round_up(n, 2), first);
+        if (s == SimdStage::kAccumulate) accumulate(g, n, first);
+      }
+    };
+    begin();
+    for (const SimdStage s :
+         {SimdStage::kLoad, SimdStage::kScore, SimdStage::kSoftmax, SimdStage::kAccumulate})
+      run(s, true);
+    for (int i = 0; i < times; ++i) run(stage, false);
+  }
 };
 
 void attend(const SimdItem& item, const SimdScratch& layout, float* scratch, bool dot) {
   Worker(item, layout, scratch, dot).attend();
+}
+
+void repeat(SimdStage stage, int times, const SimdItem& item, const SimdScratch& layout, float* scratch,
+            bool dot) {
+  Worker(item, layout, scratch, dot).repeat(stage, times);
 }
 
 void combine(const float* parts, const float* part_lse, const int* slots, int count, int rows_per_slot,
@@ -778,6 +727,7 @@ namespace treemla {
 namespace {
 HWY_EXPORT(attend);
 HWY_EXPORT(combine);
+HWY_EXPORT(repeat);
 
 // Whether dot products are used where they can be.
 enum class DotChoice { kPreferred, kNever, kAlways };
@@ -816,6 +766,12 @@ SimdScratch::SimdScratch(const MlaShape& shape, int rows_per_tile) {
 void simd_attend(const SimdItem& item, const SimdScratch& layout, float* scratch) {
   HWY_DYNAMIC_DISPATCH(attend)
   (item, layout, scratch, simd_uses_dot(item.shape, item.q_dtype, item.kv_dtype));
+}
+
+void simd_repeat(SimdStage stage, int times, const SimdItem& item, const SimdScratch& layout,
+                 float* scratch) {
+  HWY_DYNAMIC_DISPATCH(repeat)
+  (stage, times, item, layout, scratch, simd_uses_dot(item.shape, item.q_dtype, item.kv_dtype));
 }
 
 void simd_combine(const float* parts, const float* part_lse, const int* slots, int count, int rows_per_slot,

@@ -32,6 +32,7 @@ struct SimdItem {
   int64_t q_token_stride = 0, q_head_stride = 0;
   const void* kv = nullptr;  // row 0 of the pool
   DType kv_dtype = DType::kF32;
+  KvLayout kv_layout = KvLayout::kRowMajor;
   int64_t kv_row_stride = 0;
   const int64_t* pool_rows = nullptr;  // [kv_len] pool row of each token
   const uint32_t* bits = nullptr;      // [q_len, words] mask of the tree rows
@@ -51,6 +52,16 @@ struct SimdItem {
 
 // `scratch` holds SimdScratch::floats floats, aligned to 64 bytes.
 void simd_attend(const SimdItem& item, const SimdScratch& layout, float* scratch);
+
+// What is done to a tile of keys, in this order.
+enum class SimdStage {
+  kLoad,        // cached rows become what the products read: widened, packed, or pointers alone
+  kScore,       // S^T
+  kSoftmax,     // P^T, m and l
+  kAccumulate,  // O
+};
+// For measurements: all stages of the item's first tile, then one of them `times` more times. Writes no output.
+void simd_repeat(SimdStage stage, int times, const SimdItem& item, const SimdScratch& layout, float* scratch);
 
 // Merges `count` partials of `rows` rows. Partial j: out at parts + slots[j] * rows_per_slot * d_v, lse at
 // part_lse + slots[j] * rows_per_slot. Writes out [rows, d_v] and lse [rows] (may be null). `scratch` holds
