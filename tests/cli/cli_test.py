@@ -182,6 +182,15 @@ class Usage(CliTest):
         self.assert_refused(treemla("gen"), "--out")
         self.assert_refused(treemla("plan"), "--arch")
 
+    def test_threads_of_the_environment(self):
+        for value in ("abc", "0", "-1", "4097", "1x"):
+            run = treemla("verify", SMALL_CASE, env={**os.environ, "TREEMLA_NUM_THREADS": value})
+            self.assertEqual(run.returncode, 2, value)
+            self.assertEqual(run.stdout, "")
+            self.assertIn(f"TREEMLA_NUM_THREADS = {value} in the environment must be 1 to 4096", run.stderr)
+        run = treemla("verify", SMALL_CASE, env={**os.environ, "TREEMLA_NUM_THREADS": "1"})
+        self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
+
     def test_wrong_values_name_option_value_and_what_is_allowed(self):
         out = self.path("x.kdtr")
         for command, option, value, allowed in [

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "backend/cpu/thread_pool.hpp"
 #include "commands.hpp"
 #include "output.hpp"
 #include "treemla/error.hpp"
@@ -79,6 +80,7 @@ int run(int argc, char** argv) {
     return usage_error(app, e.what());
   }
 
+  num_threads_of(0);  // an environment that says nonsense is unusable input, not a check that failed
   for (const auto& [name, command] : commands)
     if (app.got_subcommand(name)) return command();
   return usage_error(app, fmt::format("a command is missing: must be one of {}", kCommands));
