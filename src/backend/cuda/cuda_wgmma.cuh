@@ -149,6 +149,11 @@ __device__ __forceinline__ uint32_t row_of_entry(const KernelArgs& args, const C
 
 // ---- copy: keys and queries to shared memory, by 128 threads, 8 a row, 16 bytes a thread ----
 
+// Element 0 of a (node, head) row of the item's request.
+__device__ __forceinline__ int64_t query_at(const KernelArgs& args, const CudaWorkItem& item, int packed) {
+  const int node = packed / args.h_q, head = packed - node * args.h_q;
+  return (static_cast<int64_t>(item.q_begin) + node) * args.q_token_stride + head * args.q_head_stride;
+}
 // Rows first_row + 16 i of an item's queries, chunk of 16 bytes of each panel: by the 128 threads of a warpgroup.
 template <class C>
 __device__ __forceinline__ void copy_queries(const KernelArgs& args, const SharedMap<C>& map,
@@ -158,14 +163,10 @@ __device__ __forceinline__ void copy_queries(const KernelArgs& args, const Share
     const int packed = item.row_begin + row;
     const bool ok = packed < item.row_end;
     const char* from = static_cast<const char*>(args.q) + 16 * chunk;
-    if (ok) {
-      const int node = packed / args.h_q, head = packed - node * args.h_q;
-      from +=
-          2 * ((static_cast<int64_t>(item.q_begin) + node) * args.q_token_stride + head * args.q_head_stride);
-    }
+    if (ok) from += 2 * query_at(args, item, packed);
     const bool has_rope = ok && 8 * chunk < args.d_rope;
 #pragma unroll
-    for (int p = 0; p <= C::kPanels; ++p)
+    for (int p = 0; p < C::kPanels + C::kQRopePanels; ++p)
       copy16(map.q_panel(p) + swizzled(row, chunk), from + (p < C::kPanels || has_rope ? 128 * p : 0),
              p < C::kPanels ? ok : has_rope);
   }
@@ -233,7 +234,7 @@ struct Copier {
     ring.step();
     rope_ring.step();
   }
-  // Of this CTA's first keys they are on their way by now: see Accumulator.
+  // Of this CTA's first keys they are on their way by now: see begin(), of who accumulates.
   __device__ __forceinline__ void copy_queries(const CudaWorkItem& item) {
     wait_barrier(map.q_empty(), q_round ^ 1);
     q_round ^= 1;

@@ -15,6 +15,7 @@ struct Config {
   static constexpr int kThreads = WgmmaTile::kThreads;
   static constexpr int kDv = kTile.d_v, kRows = kTile.rows, kKeys = WgmmaTile::kKeys;
   static constexpr int kRowTiles = kRows / 8;  // of 8 rows
+  static constexpr int kQRopePanels = 1;       // of the queries' rope columns, in shared memory
   static constexpr int kPanels = kTile.panels(), kChunkPanels = WgmmaTile::kChunkPanels,
                        kChunks = kTile.chunks();
   static constexpr int kOwnChunks = kChunks / 2, kOwnPanels = kPanels / 2;  // of a warpgroup that accumulates

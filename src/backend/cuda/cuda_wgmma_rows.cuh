@@ -51,6 +51,7 @@ struct RowsConfig {
   static constexpr WgmmaTile kTile = find_wgmma_tile(kTileDv, kTileRows, true);
   static constexpr int kThreads = kTile.threads();
   static constexpr int kDv = kTile.d_v, kRows = kTile.rows, kKeys = WgmmaTile::kKeys;
+  static constexpr int kQRopePanels = 0;  // in registers
   static constexpr int kPanels = kTile.panels(), kChunkPanels = WgmmaTile::kChunkPanels,
                        kChunks = kTile.chunks(), kHalfPanels = kPanels / 2, kHalfChunks = kChunks / 2;
   static constexpr int kStages = kTile.stages, kRopeStages = kTile.rope_stages;
@@ -113,33 +114,12 @@ struct RowsMap : SharedMap<C> {
   }
 };
 
-// Element 0 of a (node, head) row of the item's request.
-__device__ __forceinline__ int64_t query_at(const KernelArgs& args, const CudaWorkItem& item, int packed) {
-  const int node = packed / args.h_q, head = packed - node * args.h_q;
-  return (static_cast<int64_t>(item.q_begin) + node) * args.q_token_stride + head * args.q_head_stride;
-}
-// As copy_queries() in cuda_wgmma.cuh, but for the rope columns.
-template <class C>
-__device__ __forceinline__ void copy_latent_queries(const KernelArgs& args, const SharedMap<C>& map,
-                                                    const CudaWorkItem& item, int first_row, int chunk) {
-#pragma unroll 1
-  for (int row = first_row; row < C::kRows; row += 16) {
-    const int packed = item.row_begin + row;
-    const bool ok = packed < item.row_end;
-    const char* from = static_cast<const char*>(args.q) + 16 * chunk;
-    if (ok) from += 2 * query_at(args, item, packed);
-#pragma unroll
-    for (int p = 0; p < C::kPanels; ++p) copy16(map.q_panel(p) + swizzled(row, chunk), from + 128 * p, ok);
-  }
-  arrive_after_copies(map.q_full());
-}
-
 // Every item begins at stage 0. A tile is copied in the order that its place comes free in, and is scored in: rope columns, the half of the
 // warpgroup that scores it, the other.
 template <class C>
 struct RowsCopier : Copier<C> {
   using Base = Copier<C>;
-  using Base::args, Base::map, Base::first_row, Base::chunk, Base::rows, Base::q_round;
+  using Base::args, Base::map, Base::first_row, Base::chunk, Base::rows;
   uint32_t rounds = 0;  // parities of uses of the stages
   __device__ __forceinline__ RowsCopier(const KernelArgs& a, const SharedMap<C>& m, int thread)
       : Base(a, m, thread) {}
@@ -173,13 +153,6 @@ struct RowsCopier : Copier<C> {
       }
     }
   }
-  // Of this CTA's first keys they are on their way by now: see Attender.
-  __device__ __forceinline__ void copy_queries(const CudaWorkItem& item) {
-    wait_barrier(map.q_empty(), q_round ^ 1);
-    q_round ^= 1;
-    if (this->has_begun) copy_latent_queries<C>(args, map, item, first_row, chunk);
-    this->has_begun = true;
-  }
   __device__ __forceinline__ void run() {
     WorkList list(args.plan, worker<C>());
     while (const CudaWorkItem* item = list.next()) {
@@ -191,7 +164,7 @@ struct RowsCopier : Copier<C> {
         this->find_rows(*item, key);
         this->fetch_entries(*item, key + C::kKeys);
         copy_keys(stage, key_end - key);
-        if (key == key_begin) copy_queries(*item);
+        if (key == key_begin) this->copy_queries(*item);
         stage ^= 1;
       }
     }
@@ -528,7 +501,7 @@ struct Attender {
     WorkList list(args.plan, worker<C>());
     while (const CudaWorkItem* item = list.next()) {
       if (item->key_begin == item->key_end) continue;
-      copy_latent_queries<C>(args, map, *item, thread / 8, thread % 8);
+      copy_queries<C>(args, map, *item, thread / 8, thread % 8);
       return;
     }
   }
