@@ -160,8 +160,7 @@ __device__ __forceinline__ void multiply(float (&d)[kSums], uint64_t a, uint64_t
   constexpr int kRows = 2 * kSums;
   constexpr bool kIsHalf = std::is_same_v<T, __half>;
   static_assert(kIsHalf || std::is_same_v<T, __nv_bfloat16>);
-  static_assert(kRows == 8 || kRows == 16 || kRows == 32 || kRows == 64 || kRows == 72 || kRows == 128 ||
-                kRows == 256);
+  static_assert(kRows == 8 || kRows == 16 || kRows == 32 || kRows == 64 || kRows == 72 || kRows == 256);
 #define TREEMLA_EITHER(rows, registers, a_operand, b_operand, adds_operand, transposed_operand, ...) \
   if constexpr (kIsHalf)                                                                             \
     TREEMLA_WGMMA(rows, "f16", registers, a_operand, b_operand, adds_operand, transposed_operand,    \
@@ -177,9 +176,6 @@ __device__ __forceinline__ void multiply(float (&d)[kSums], uint64_t a, uint64_t
     TREEMLA_EITHER("32", TREEMLA_R16, "%16", "%17", "%18", "%19, %20", TREEMLA_D16(d, 0));
   } else if constexpr (kRows == 64) {
     TREEMLA_EITHER("64", TREEMLA_R32, "%32", "%33", "%34", "%35, %36", TREEMLA_D32(d, 0));
-  } else if constexpr (kRows == 128) {
-    TREEMLA_EITHER("128", TREEMLA_R64, "%64", "%65", "%66", "%67, %68", TREEMLA_D32(d, 0),
-                   TREEMLA_D32(d, 32));
   } else if constexpr (kRows == 256) {
     TREEMLA_EITHER("256", TREEMLA_R128, "%128", "%129", "%130", "%131, %132", TREEMLA_D32(d, 0),
                    TREEMLA_D32(d, 32), TREEMLA_D32(d, 64), TREEMLA_D32(d, 96));
@@ -205,17 +201,11 @@ __device__ __forceinline__ void multiply(float (&d)[kSums], const uint32_t (&a)[
   constexpr int kRows = 2 * kSums;
   constexpr bool kIsHalf = std::is_same_v<T, __half>;
   static_assert(kIsHalf || std::is_same_v<T, __nv_bfloat16>);
-  static_assert(kRows == 64 || kRows == 128 || kRows == 256);
+  static_assert(kRows == 64 || kRows == 256);
   if constexpr (kRows == 64 && kIsHalf)
     TREEMLA_WGMMA("64", "f16", TREEMLA_R32, "%32, %33, %34, %35", "%36", "%37", "%38", TREEMLA_D32(d, 0));
   else if constexpr (kRows == 64)
     TREEMLA_WGMMA("64", "bf16", TREEMLA_R32, "%32, %33, %34, %35", "%36", "%37", "%38", TREEMLA_D32(d, 0));
-  else if constexpr (kRows == 128 && kIsHalf)
-    TREEMLA_WGMMA("128", "f16", TREEMLA_R64, "%64, %65, %66, %67", "%68", "%69", "%70", TREEMLA_D32(d, 0),
-                  TREEMLA_D32(d, 32));
-  else if constexpr (kRows == 128)
-    TREEMLA_WGMMA("128", "bf16", TREEMLA_R64, "%64, %65, %66, %67", "%68", "%69", "%70", TREEMLA_D32(d, 0),
-                  TREEMLA_D32(d, 32));
   else if constexpr (kIsHalf)
     TREEMLA_WGMMA("256", "f16", TREEMLA_R128, "%128, %129, %130, %131", "%132", "%133", "%134",
                   TREEMLA_D32(d, 0), TREEMLA_D32(d, 32), TREEMLA_D32(d, 64), TREEMLA_D32(d, 96));
