@@ -19,6 +19,7 @@
 #include "backend/cuda/device_properties.hpp"
 #include "backend/cuda/kernel_io.cuh"
 #include "backend/cuda/ptx_sm80.cuh"
+#include "backend/cuda/ptx_sm90.cuh"
 #include "treemla/error.hpp"
 
 namespace treemla::bench {
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(256, 1)
       init_barrier(full(i), kBoxes ? 1 : 128);
       init_barrier(empty(i), 128);
     }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  fence_async_reads();
   __syncthreads();
   int stage = 0;
   uint32_t round = threadIdx.x < 128 ? 1 : 0;
@@ -72,8 +73,7 @@ __global__ void __launch_bounds__(256, 1)
     for (int t = static_cast<int>(blockIdx.x); t < tiles; t += step_tiles, step()) {
       const int row = __ldg(rows + kTileRows * t);
       wait_barrier(empty(stage), round);
-      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(full(stage)), "r"(kTileBytes)
-                   : "memory");
+      arrive_and_expect(full(stage), kTileBytes);
 #pragma unroll
       for (int p = 0; p < 9; ++p)
         asm volatile(
@@ -110,20 +110,6 @@ __global__ void __launch_bounds__(256, 1)
 
 // ---- exchange ----
 
-[[maybe_unused]] __device__ __forceinline__ int rank_in_cluster() {
-  int rank = 0;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
-  return rank;
-}
-[[maybe_unused]] __device__ __forceinline__ void sync_all_of_cluster() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::
-                   : "memory");
-#endif
-}
-
 // Each CTA has `own` tiles; kCtas of them are a cluster.
 template <int kCtas>
 __global__ void __launch_bounds__(512, 1)
@@ -131,7 +117,7 @@ __global__ void __launch_bounds__(512, 1)
 #if __CUDA_ARCH__ >= 900
   extern __shared__ unsigned char shared_memory[];
   const int thread = static_cast<int>(threadIdx.x), cta = static_cast<int>(blockIdx.x),
-            rank = kCtas > 1 ? rank_in_cluster() : 0, first = cta - rank;
+            rank = kCtas > 1 ? cluster_rank() : 0, first = cta - rank;
   const uint32_t place = shared_address(shared_memory), slices = place + 2 * kTileBytes,
                  weights = slices + (kCtas - 1) * (kTileRows * 1024 / kCtas);
   const auto row_at = [&](int of, int tile, int row) {
@@ -161,13 +147,13 @@ __global__ void __launch_bounds__(512, 1)
           asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(remote + 16 * i), "r"(i)
                        : "memory");
       }
-      sync_all_of_cluster();
+      sync_cluster();
     }
   }
   auto* to = reinterpret_cast<uint4*>(partials + static_cast<int64_t>(cta) * (kPartialBytes / kCtas));
   for (int i = thread; i < kPartialBytes / kCtas / 16; i += 512)
     to[i] = uint4{1, 2, 3, static_cast<uint32_t>(i)};
-  if constexpr (kCtas > 1) sync_all_of_cluster();
+  if constexpr (kCtas > 1) sync_cluster();
 #endif
 }
 
