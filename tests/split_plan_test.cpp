@@ -8,6 +8,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "plan/cuda_tiles.hpp"
 #include "plan/device_model.hpp"
 #include "plan/split_plan.hpp"
 #include "plan/tiles.hpp"
@@ -132,6 +133,25 @@ TEST(SplitPlanTest, NoWorkerExceedsItsShareByMoreThanOneUnitAndItsPairs) {
     const int64_t unit = tile_cost(p.tile, p.tile.rows_per_tile) * std::max(1, p.fixed_tiles);
     EXPECT_LE(plan.max_worker_cost, worker_payload(p, plan.total_cost) + unit);
   }
+}
+
+TEST(WgmmaChoice, OnAnH200) {
+  const auto choose = [](int b, int nodes, int h_q, int prefix, bool batch_invariant = false) {
+    return choose_wgmma(512, DType::kBF16, b, nodes * h_q, prefix + nodes, 132, batch_invariant);
+  };
+  EXPECT_TRUE(choose(8, 33, 64, 16384).tile->rows_are_m);  // hundreds of rows
+  EXPECT_FALSE(choose(8, 1, 8, 65536).tile->rows_are_m);   // too few to fill a tile
+  EXPECT_EQ(choose(8, 9, 64, 1024).cluster, 2);            // 64 row tiles, 66 workers of two
+  EXPECT_EQ(choose(8, 33, 64, 16384).cluster, 1);
+  // One form and no merging within a worker where a row's bits must not depend on the batch.
+  for (const int b : {1, 8, 64})
+    for (const int nodes : {1, 9, 33})
+      for (const int h_q : {8, 16, 64, 128})
+        for (const int prefix : {0, 256, 1024, 4096, 16384, 65536}) {
+          const WgmmaChoice choice = choose(b, nodes, h_q, prefix, true);
+          EXPECT_FALSE(choice.tile->rows_are_m);
+          EXPECT_EQ(choice.cluster, 1);
+        }
 }
 
 // Kernels whose row tiles all take as long, and that know what merging costs.

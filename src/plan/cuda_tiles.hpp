@@ -342,7 +342,7 @@ struct WgmmaChoice {
 
 // What should end first for `requests` requests of about `rows` (node, head) rows and at most `keys` keys; null for a d_v without tiles.
 // Two CTAs a worker only where each pair of a row tile and its keys then has a worker of its own: nothing is left to merge by way of memory.
-// If a row's bits must not depend on the batch, of one form.
+// If a row's bits must not depend on the batch, of one form, and no two CTAs merge.
 inline WgmmaChoice choose_wgmma(int d_v, DType kv_dtype, int64_t requests, int64_t rows, int64_t keys,
                                 int num_sms, bool batch_invariant = false) {
   WgmmaChoice best;
@@ -364,6 +364,7 @@ inline WgmmaChoice choose_wgmma(int d_v, DType kv_dtype, int64_t requests, int64
         best_cost = cost;
       }
     }
+  if (batch_invariant) best.cluster = 1;
   return best;
 }
 

@@ -148,10 +148,9 @@ KernelPlan plan_kernel(const PlanOptions& o, const DeviceModel& device, const Ba
     k.occupancy = occupancy(device, kernel);
     workers *= std::max(1, k.occupancy.blocks);
   }
-  const int cluster = o.batch_invariant ? 1 : kernel.cluster;
-  workers /= cluster;
+  workers /= kernel.cluster;
   if (o.workers > 0) workers = static_cast<int>(o.workers);
-  k.params.tile = clustered(kernel.tile, cluster);
+  k.params.tile = clustered(kernel.tile, kernel.cluster);
   k.params.h_q = static_cast<int>(o.h_q);
   k.params.num_workers = workers;
   if (o.batch_invariant)

@@ -53,9 +53,7 @@ class CudaBackend : public Backend {
   virtual CudaInstance instance(const VerifyProblem& problem, const CudaDevice& device) const = 0;
   // The one where bits must not depend on the batch.
   virtual CudaInstance invariant_instance(const VerifyProblem& problem, const CudaDevice& device) const {
-    CudaInstance k = instance(problem, device);
-    k.cluster = 1;
-    return k;
+    return instance(problem, device);
   }
 
  private:

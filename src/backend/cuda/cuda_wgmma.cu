@@ -121,9 +121,7 @@ class CudaWgmma : public CudaBackend {
     return instance_of(choose(p, device), p);
   }
   CudaInstance invariant_instance(const VerifyProblem& p, const CudaDevice& device) const override {
-    CudaInstance k = instance_of(choose(p, device, true), p);
-    k.cluster = 1;
-    return k;
+    return instance_of(choose(p, device, true), p);
   }
 
  private:
