@@ -19,6 +19,7 @@
 #include "backend/cuda/cuda_memory.hpp"
 #include "backend/cuda/device_properties.hpp"
 #include "core/convert.hpp"
+#include "error_of.hpp"
 #include "treemla/treemla.hpp"
 
 namespace treemla {
@@ -78,18 +79,6 @@ template <typename T>
       return ::testing::AssertionFailure()
              << what << "[" << i << "] is " << got[i] << " on the GPU, " << want[i] << " on the host";
   return ::testing::AssertionSuccess();
-}
-
-template <typename Call>
-std::string error_of(const Call& call) {
-  try {
-    call();
-  } catch (const Error& e) {
-    EXPECT_EQ(e.code(), ErrorCode::kInvalidArgument);
-    return e.what();
-  }
-  ADD_FAILURE() << "no Error was thrown";
-  return "";
 }
 
 // ---- build ----
