@@ -1,6 +1,7 @@
 // The split planner: every key of every row has exactly one owner, work is balanced, invariant splits do not
 // move.
 
+#include <cmath>
 #include <map>
 #include <random>
 #include <set>
@@ -183,7 +184,8 @@ TEST(SplitPlanTest, EvenPiecesAreTheShortestThatThereAreWorkersFor) {
   int even = 0;
   for (int i = 0; i < 500; ++i) {
     const Batch batch = random_batch(rng, 40, 5000);
-    const SplitParams p = even_params();
+    SplitParams p = even_params();
+    p.tile.reread_percent = 0;  // no gangs
     BatchCost cost;
     for (size_t r = 0; r < batch.q_len.size(); ++r)
       cost.add(request_cost(p, batch.q_len[r], batch.kv_len[r]));
@@ -206,7 +208,7 @@ TEST(SplitPlanTest, EvenPiecesAreTheShortestThatThereAreWorkersFor) {
     EXPECT_EQ(found.pieces, pieces(least));
 
     const SplitPlan plan = make_split_plan(p, batch.q_len, batch.kv_len);
-    const PairLayout layout = choose_layout(p, cost, found).layout;
+    const PairLayout layout = choose_layout(p, cost, found, {1, cost.total, cost.pairs}).layout;
     if (layout.units == 0 || layout.first_pairs > 0) continue;
     ++even;
     EXPECT_EQ(plan.items.size(), static_cast<size_t>(found.pieces));
@@ -256,7 +258,7 @@ TEST(SplitPlanTest, EveryKeyOfEveryRowExactlyOnceOfEqualPairs) {
     }
     EvenPieces even;
     if (cost.pairs <= p.num_workers) even = even_pieces_of_equal(p, cost.pairs, cost.most_units);
-    const LayoutChoice choice = choose_layout(p, cost, even);
+    const LayoutChoice choice = choose_layout(p, cost, even, {1, cost.total, cost.pairs});
     two_kinds += choice.layout.first_pairs > 0 && choice.layout.units > 0;
     const SplitPlan plan = make_split_plan(p, batch.q_len, batch.kv_len);
     SCOPED_TRACE(testing::Message() << "case " << i);
@@ -267,6 +269,61 @@ TEST(SplitPlanTest, EveryKeyOfEveryRowExactlyOnceOfEqualPairs) {
     }
   }
   EXPECT_GT(two_kinds, 100);
+}
+
+// 64 requests of 1 to 65536 keys in equal steps, and as many in equal ratios.
+std::vector<Batch> uneven_batches(int nodes) {
+  std::vector<Batch> batches(2);
+  for (int r = 0; r < 64; ++r) {
+    batches[0].kv_len.push_back(nodes + 1 + r * 65535 / 63);
+    batches[1].kv_len.push_back(nodes + static_cast<int>(std::lround(std::pow(65536, r / 63.0))));
+  }
+  for (Batch& batch : batches) batch.q_len.assign(64, nodes);
+  return batches;
+}
+
+TEST(SplitPlanTest, RowTilesOfUnevenRequestsGoTogether) {
+  for (const int nodes : {9, 33, 41})
+    for (const int h_q : {8, 64, 128})
+      for (const Batch& batch : uneven_batches(nodes)) {
+        SplitParams p = even_params();
+        p.h_q = h_q;
+        const int row_tiles = ceil_div(nodes * h_q, p.tile.rows_per_tile);
+        const SplitPlan plan = make_split_plan(p, batch.q_len, batch.kv_len);
+        SCOPED_TRACE(testing::Message() << nodes << " nodes, " << h_q << " heads, gangs of " << plan.gang);
+        check_coverage(plan, batch);
+        EXPECT_LE(plan.num_partials, 2 * p.num_workers);
+        EXPECT_EQ(plan.gang > 1, row_tiles > 1);
+        if (row_tiles > 1) {
+          EXPECT_GT(plan.balance(), 0.9);
+        }
+        // A gang's workers have the same keys of the same requests, as far as those have row tiles for all.
+        std::map<std::tuple<int, int, int, int>, int> at_once;  // gang, request, keys: workers
+        for (const WorkItem& i : plan.items)
+          ++at_once[std::tuple(i.worker / plan.gang, i.request, i.key_begin, i.key_end)];
+        for (const auto& [place, workers] : at_once)
+          EXPECT_GE(workers, row_tiles % plan.gang == 0 ? plan.gang : row_tiles % plan.gang);
+      }
+}
+
+TEST(SplitPlanTest, EveryKeyOfEveryRowExactlyOnceByGangs) {
+  std::mt19937_64 rng(16);
+  int gangs = 0;
+  for (int i = 0; i < 300 && !testing::Test::HasFatalFailure(); ++i) {
+    SplitParams p = even_params();
+    p.num_workers = 1 + rng() % 200;
+    p.h_q = 1 + rng() % 32;
+    p.tile.rows_per_tile = p.tile.row_granularity = 8 << rng() % 5;
+    p.tile.reread_percent = rng() % 100;
+    const Batch batch = random_batch(rng, 30, 20000);
+    const SplitPlan plan = make_split_plan(p, batch.q_len, batch.kv_len);
+    SCOPED_TRACE(testing::Message() << "case " << i);
+    check_coverage(plan, batch);
+    EXPECT_LE(plan.num_partials, 2 * p.num_workers);
+    EXPECT_LE(plan.combines.size(), static_cast<size_t>(p.num_workers));
+    gangs += plan.gang > 1;
+  }
+  EXPECT_GT(gangs, 50);
 }
 
 TEST(SplitPlanTest, UnevenLengthsAreBalanced) {

@@ -207,6 +207,7 @@ struct MmaTile {
     t.pair_cost = 600 + 60 * row_tiles + (row_tiles > 8 ? 400 : 0);
     t.merge_cost = 250;
     t.piece_cost = 3;
+    t.reread_percent = 10;
     return t;
   }
 };
@@ -310,7 +311,7 @@ struct WgmmaTile {
     t.merge_cost = 200;
     t.piece_cost = rows > 32 ? rows / 24 : 0;
     t.switch_cost = 2 * t.pair_cost;
-    t.reread_percent = 10;
+    t.reread_percent = 36;
     t.cluster_cost = 400;
     return t;
   }

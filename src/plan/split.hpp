@@ -17,6 +17,9 @@
 // batch may be cut in pieces instead, of whole pairs or of as many units each, which go round the workers in their order, whichever ends
 // soonest (PairLayout). Those at work at the same time then are neighbours: row tiles of a request, at the same keys.
 //
+// Uneven lengths fit no such rounds. They stay on the line, but it may be one of gangs: so many workers share a place on it, and what lies
+// there are as many row tiles of a request, one for each of them. A gang's workers then have the same keys at the same time.
+//
 // The functions here are host and device code: a GPU derives its work from the same arithmetic inside a captured graph.
 #pragma once
 
@@ -38,7 +41,8 @@ struct TilePolicy {
   int merge_cost = 0, piece_cost = 0;
   // Of ending one pair and beginning another, beyond what that costs on the line.
   int switch_cost = 0;
-  // What cutting costs, in percent, where row tiles of the same keys then read them at different times from more than a cache can hold.
+  // What cutting costs, in percent, where row tiles of the same keys then read them at different times from more than a cache can hold. Of
+  // gangs of n, an n-th.
   int reread_percent = 0;
   int cluster_cost = 0;  // of merging within a worker of several CTAs
 };
@@ -64,6 +68,7 @@ struct PairLayout {
   int64_t first_pairs = 0;  // the first so many pairs have pieces of
   int first_units = 0;      // so many units, or with 0 are a piece each
   int units = 0;            // of a piece of the others, or less of a pair's last
+  int gang = 1;             // on the line: workers that share a place on it, with a row tile each
   TREEMLA_HD int first_count(int pair_units) const {
     return first_units > 0 ? ceil_div(pair_units, first_units) : 1;
   }
@@ -86,6 +91,11 @@ struct RequestCost {
   TREEMLA_HD int64_t total() const {
     if (row_tiles == 0) return 0;
     return pair_start(row_tiles - 1) + offset + units * last_unit;
+  }
+  // What lies on a line of gangs: pairs of so many row tiles, the last one's perhaps missing some.
+  TREEMLA_HD int gang_pairs(int gang) const { return ceil_div(row_tiles, gang); }
+  TREEMLA_HD int64_t gang_total(int gang) const {
+    return gang == 1 ? total() : gang_pairs(gang) * full_pair();
   }
 };
 
@@ -114,11 +124,12 @@ TREEMLA_HD inline RequestCost request_cost(const SplitParams& p, int q_len, int 
   return c;
 }
 
-// Cost a worker takes on. Never below the largest unit, so that the workers of a pair are consecutive with none left out.
-TREEMLA_HD inline int64_t worker_payload(const SplitParams& p, int64_t total) {
+// Cost a worker, or a gang of them, takes on of `total` on the line. Never below the largest unit, so that the workers of a pair are
+// consecutive with none left out.
+TREEMLA_HD inline int64_t worker_payload(const SplitParams& p, int64_t total, int gang = 1) {
   int64_t unit = tile_cost(p.tile, p.tile.rows_per_tile);
   if (p.fixed_tiles > 0) unit = p.tile.pair_cost + unit * p.fixed_tiles;
-  int64_t payload = ceil_div<int64_t>(total, p.num_workers);
+  int64_t payload = ceil_div<int64_t>(total, p.num_workers / gang);
   if (p.fixed_tiles == 0 && payload < p.min_payload) payload = p.min_payload;
   return payload < unit ? unit : payload;
 }
@@ -129,6 +140,7 @@ struct BatchCost {
   int64_t distinct_units = 0;               // of all requests, whose row tiles have the same keys
   int64_t largest = 0;                      // a pair's cost
   int most_units = 0;                       // of a pair
+  int most_row_tiles = 0;                   // of a request
   TREEMLA_HD void add(const RequestCost& c) {
     if (c.row_tiles == 0) return;
     total += c.total();
@@ -137,18 +149,34 @@ struct BatchCost {
     distinct_units += c.units;
     if (c.full_pair() > largest) largest = c.full_pair();
     if (c.units > most_units) most_units = c.units;
+    if (c.row_tiles > most_row_tiles) most_row_tiles = c.row_tiles;
+  }
+  TREEMLA_HD bool is_equal() const { return total == pairs * largest; }
+};
+
+// A line of gangs, and what lies on it.
+struct GangLine {
+  int gang = 1;  // workers
+  int64_t total = 0, pairs = 0;
+  TREEMLA_HD void add(const RequestCost& c) {
+    total += c.gang_total(gang);
+    pairs += c.gang_pairs(gang);
   }
 };
 
-// When the last worker is done, cut wherever that balances.
-TREEMLA_HD inline int64_t cut_cost(const SplitParams& p, const BatchCost& batch) {
+// Do row tiles of the same keys read more of them than a cache can hold, unless they do at the same time?
+TREEMLA_HD inline bool rereads(const SplitParams& p, const BatchCost& batch) {
   constexpr int64_t kCachedKeys = 32768;
-  const int64_t payload = worker_payload(p, batch.total), unit = tile_cost(p.tile, p.tile.rows_per_tile);
-  const bool rereads =
-      batch.units > batch.distinct_units && batch.distinct_units * p.tile.keys_per_tile > kCachedKeys;
-  return ceil_div(payload, unit) * unit + (rereads ? payload / 100 * p.tile.reread_percent : 0) +
-         p.tile.pair_cost + p.tile.merge_cost + p.tile.switch_cost * batch.pairs / p.num_workers +
-         ceil_div(batch.total, payload) * p.tile.piece_cost;
+  return batch.units > batch.distinct_units && batch.distinct_units * p.tile.keys_per_tile > kCachedKeys;
+}
+// When the last worker is done, cut wherever that balances.
+TREEMLA_HD inline int64_t cut_cost(const SplitParams& p, const BatchCost& batch, const GangLine& line) {
+  const int64_t payload = worker_payload(p, line.total, line.gang),
+                unit = tile_cost(p.tile, p.tile.rows_per_tile);
+  return ceil_div(payload, unit) * unit +
+         (rereads(p, batch) ? payload / 100 * p.tile.reread_percent / line.gang : 0) + p.tile.pair_cost +
+         p.tile.merge_cost + p.tile.switch_cost * line.pairs * line.gang / p.num_workers +
+         ceil_div(line.total, payload) * line.gang * p.tile.piece_cost;
 }
 TREEMLA_HD inline int64_t whole_cost(const SplitParams& p, const BatchCost& batch) {
   return ceil_div<int64_t>(batch.pairs, p.num_workers) * batch.largest;
@@ -187,6 +215,32 @@ TREEMLA_HD inline EvenPieces find_even_pieces(const SplitParams& p, const BatchC
       low = middle + 1;
   }
   return {low, pieces_of(low)};
+}
+
+// Gangs are tried that need up to so many rounds for the request of most row tiles, and refused if that makes row tiles, with those missing,
+// so many times as many.
+constexpr int kMostGangRounds = 16, kMostGangTiles = 2;
+
+// The line that should end first. line_of(gang) says what lies on one of gangs of so many workers.
+template <class LineOf>
+TREEMLA_HD inline GangLine find_gangs(const SplitParams& p, const BatchCost& batch, const LineOf& line_of) {
+  GangLine best = {1, batch.total, batch.pairs};
+  if (!can_cut_evenly(p, batch) || batch.is_equal() || p.tile.reread_percent == 0 || !rereads(p, batch))
+    return best;
+  int64_t best_cost = cut_cost(p, batch, best);
+  int gang = batch.most_row_tiles + 1;
+  for (int rounds = 1; rounds <= kMostGangRounds && gang > 1; ++rounds) {
+    const int other = ceil_div(batch.most_row_tiles, rounds);
+    if (other == gang || other > p.num_workers) continue;
+    gang = other;
+    if (gang == 1) break;
+    const GangLine line = line_of(gang);
+    const int64_t cost = cut_cost(p, batch, line);
+    if (cost >= best_cost || line.pairs * gang > kMostGangTiles * batch.pairs) continue;
+    best = line;
+    best_cost = cost;
+  }
+  return best;
 }
 // Of `pairs` pairs that all have as many units.
 TREEMLA_HD inline EvenPieces even_pieces_of_equal(const SplitParams& p, int64_t pairs, int pair_units) {
@@ -234,16 +288,16 @@ struct LayoutChoice {
                  even_cost(p, last.units, pieces + last.pieces));
   }
 };
-// even: what find_even_pieces() found.
+// even, line: what find_even_pieces() and find_gangs() found.
 TREEMLA_HD inline LayoutChoice choose_layout(const SplitParams& p, const BatchCost& batch,
-                                             const EvenPieces& even) {
+                                             const EvenPieces& even, const GangLine& line) {
   LayoutChoice choice;
   if (batch.pairs == 0) return choice;
-  choice.cost = cut_cost(p, batch);
+  choice.layout.gang = line.gang;
+  choice.cost = cut_cost(p, batch, line);
   if (p.fixed_tiles > 0 || p.tile.merge_cost == 0) return choice;
   if (even.units > 0) choice.consider({even.pieces, 0, 0, even.units}, even_cost(p, even.units, even.pieces));
-  if (can_cut_evenly(p, batch) && batch.total == batch.pairs * batch.largest)
-    choice.consider_two_kinds(p, batch);
+  if (can_cut_evenly(p, batch) && batch.is_equal()) choice.consider_two_kinds(p, batch);
   choice.consider({batch.pairs, batch.pairs, 0, 0}, whole_cost(p, batch));
   return choice;
 }
@@ -253,7 +307,7 @@ inline int64_t equal_batch_cost(const SplitParams& p, const BatchCost& batch) {
   EvenPieces even;
   if (can_cut_evenly(p, batch) && batch.pairs <= p.num_workers)
     even = even_pieces_of_equal(p, batch.pairs, batch.most_units);
-  return choose_layout(p, batch, even).cost;
+  return choose_layout(p, batch, even, {1, batch.total, batch.pairs}).cost;
 }
 
 // ---- a batch in pieces ----
@@ -289,7 +343,7 @@ struct UnitRange {
   int begin = 0, end = 0;
 };
 
-// Units of the pair that starts at coordinate `start` which `worker` owns.
+// Units of the pair that starts at coordinate `start` which worker, or gang, number `worker` owns.
 TREEMLA_HD inline UnitRange worker_units(const RequestCost& c, int row_tile, int64_t start, int64_t payload,
                                          int worker) {
   const int64_t unit = c.unit_cost(row_tile), first = start + c.offset;
@@ -326,13 +380,14 @@ TREEMLA_HD inline UnitRange piece_units(const RequestCost& c, const PairPieces& 
 
 // Balanced mode: a worker has at most two partials, of a pair begun before it (slot 2w) and of one that goes on after it
 // (slot 2w + 1), so 2 * num_workers slots are enough for any lengths. Fixed mode: slots are numbered along the line;
-// `unit_base` is the number of units before this pair.
+// `unit_base` is the number of units before this pair. Of gangs, worker number m of each has the row tiles that are m modulo their size.
 TREEMLA_HD inline PartialSlots partial_slots(const SplitParams& p, const RequestCost& c, int row_tile,
-                                             int64_t start, int64_t payload, int unit_base) {
+                                             int64_t start, int64_t payload, int unit_base, int gang = 1) {
   if (p.fixed_tiles > 0) return {c.units, unit_base, unit_base + 1, 1};
   const int w0 = worker_of_unit(c, row_tile, start, payload, 0);
   const int w1 = worker_of_unit(c, row_tile, start, payload, c.units - 1);
-  return {w1 - w0 + 1, 2 * w0 + 1, 2 * (w0 + 1), 2};
+  const int member = row_tile % gang;
+  return {w1 - w0 + 1, 2 * (w0 * gang + member) + 1, 2 * ((w0 + 1) * gang + member), 2 * gang};
 }
 
 }  // namespace treemla

@@ -17,17 +17,17 @@ class PairList {
 
   // On the line.
   void cut(int request, int kv_len, const RequestCost& c, int row_tile, int64_t start, int64_t payload,
-           int unit_base) {
+           int unit_base, int gang) {
     const SplitParams& p = plan_.params;
     const Pair pair(*this, request, kv_len, c, row_tile,
-                    partial_slots(p, c, row_tile, start, payload, unit_base));
+                    partial_slots(p, c, row_tile, start, payload, unit_base, gang));
     const int w0 = worker_of_unit(c, row_tile, start, payload, 0);
     const int w1 = worker_of_unit(c, row_tile, start, payload, c.units - 1);
     int piece = 0;
     for (int w = w0; w <= w1; ++w) {
       const UnitRange owned = worker_units(c, row_tile, start, payload, w);
       if (p.fixed_tiles == 0) {
-        pair.add(w, owned, piece++);
+        pair.add(w * gang + row_tile % gang, owned, piece++);
         continue;
       }
       for (int u = owned.begin; u < owned.end; ++u) pair.add(w, {u, u + 1}, piece++);
@@ -89,9 +89,15 @@ SplitPlan make_split_plan(const SplitParams& params, std::span<const int32_t> q_
     for (const RequestCost& c : costs) pieces += c.row_tiles > 0 ? pieces_of(c, units) : 0;
     return pieces;
   });
-  const PairLayout layout = choose_layout(params, batch, even).layout;
-  plan.total_cost = layout.pieces > 0 ? layout.pieces : batch.total;
-  const int64_t payload = worker_payload(params, batch.total);
+  const GangLine line = find_gangs(params, batch, [&](int gang) {
+    GangLine on = {gang, 0, 0};
+    for (const RequestCost& c : costs) on.add(c);
+    return on;
+  });
+  const PairLayout layout = choose_layout(params, batch, even, line).layout;
+  plan.gang = layout.gang;
+  plan.total_cost = layout.pieces > 0 ? layout.pieces : line.total;
+  const int64_t payload = worker_payload(params, line.total, layout.gang);
 
   PairList list(plan);
   int64_t start = 0, unit_base = 0, pair = 0;
@@ -107,11 +113,14 @@ SplitPlan make_split_plan(const SplitParams& params, std::span<const int32_t> q_
       if (params.fixed_tiles > 0 && unit_base > INT32_MAX - c.units)
         throw Error(ErrorCode::kUnsupported, "split_keys",
                     fmt::format("split_keys gives more than {} splits: use longer splits", INT32_MAX));
-      list.cut(request, kv_len[r], c, t, start + c.pair_start(t), payload, static_cast<int>(unit_base));
+      list.cut(request, kv_len[r], c, t, start + c.pair_start(t / layout.gang), payload,
+               static_cast<int>(unit_base), layout.gang);
       if (params.fixed_tiles > 0) unit_base += c.units;
     }
     if (c.row_tiles > 0)
-      start += layout.pieces == 0 ? c.total() : layout.units > 0 ? pieces_of(c, layout.units) : c.row_tiles;
+      start += layout.pieces == 0 ? c.gang_total(layout.gang)
+               : layout.units > 0 ? pieces_of(c, layout.units)
+                                  : c.row_tiles;
     pair += c.row_tiles;
   }
 
@@ -155,9 +164,11 @@ std::string describe(const SplitPlan& plan) {
   }
   std::string s;
   s += fmt::format("tile         {} rows x {} keys\n", p.tile.rows_per_tile, p.tile.keys_per_tile);
-  s += p.fixed_tiles > 0 ? fmt::format("splits       every {} keys (batch-invariant), at most {} a row\n",
-                                       p.fixed_tiles * p.tile.keys_per_tile, most)
-                         : fmt::format("splits       balanced, at most {} a row\n", most);
+  s += p.fixed_tiles > 0
+           ? fmt::format("splits       every {} keys (batch-invariant), at most {} a row\n",
+                         p.fixed_tiles * p.tile.keys_per_tile, most)
+           : fmt::format("splits       balanced{}, at most {} a row\n",
+                         plan.gang > 1 ? fmt::format(" over gangs of {} workers", plan.gang) : "", most);
   s += fmt::format("work items   {} on {} of {} workers, {:.1f}% balanced\n", plan.items.size(),
                    plan.busy_workers(), p.num_workers, 100 * plan.balance());
   s += fmt::format("partials     {} of {} row tiles, merged by combine\n", partials, plan.combines.size());

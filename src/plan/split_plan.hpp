@@ -34,6 +34,7 @@ struct SplitPlan {
   std::vector<CombineItem> combines;
   std::vector<int> inert;  // requests with rows but no keys: out 0, lse -inf
   int num_partials = 0;    // slots to allocate, each [rows_per_tile, d_v] and [rows_per_tile]
+  int gang = 1;            // workers that have row tiles of a request at the same keys
   int64_t total_cost = 0;  // length of the line, or number of pieces
   int64_t max_worker_cost = 0;
   // Mean over busiest worker: 1 is perfect.

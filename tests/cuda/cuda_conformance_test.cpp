@@ -294,14 +294,15 @@ auto key(const WorkItem& i) {
 
 TEST(DevicePlan, EqualsTheHostPlanItemByItem) {
   std::mt19937_64 rng(1);
+  int gangs = 0;  // plans of them
   const auto upto = [&](int64_t n) { return static_cast<int>(rng() % (n + 1)); };
   for (int round = 0; round < 300; ++round) {
     SplitParams s;
     s.tile.rows_per_tile = 1 + upto(upto(1) ? 3 : 100);
     s.tile.keys_per_tile = 1 + upto(upto(1) ? 3 : 100);
     s.tile.row_granularity = 1 + upto(15);
-    s.tile.row_cost = 1 + upto(5);
-    s.tile.load_cost = upto(50);
+    s.tile.row_cost = upto(1) ? 0 : 1 + upto(5);
+    s.tile.load_cost = 1 + upto(50);
     s.tile.pair_cost = upto(200);
     s.h_q = 1 + upto(64);
     s.num_workers = 1 + upto(upto(1) ? 5 : 700);
@@ -309,7 +310,18 @@ TEST(DevicePlan, EqualsTheHostPlanItemByItem) {
     s.min_payload = upto(1) ? 0 : upto(5000);
     s.tile.merge_cost = upto(1) ? 0 : upto(20000);
     s.tile.piece_cost = upto(1) ? 0 : upto(100);
-    const int b = upto(upto(1) ? 4 : 600);
+    s.tile.reread_percent = upto(1) ? 0 : upto(80);
+    const bool many = round % 3 == 0;  // row tiles, of batches that gangs are for
+    if (many) {
+      s.tile.row_cost = s.fixed_tiles = 0;
+      s.tile.keys_per_tile = 16 + upto(48);
+      s.tile.merge_cost = 1 + upto(1000);
+      s.tile.reread_percent = 10 + upto(80);
+      s.h_q = 64 + upto(64);
+      s.tile.rows_per_tile = 16 + upto(100);
+      s.num_workers = 1 + upto(300);
+    }
+    const int b = many ? 20 + upto(100) : upto(upto(1) ? 4 : 600);
     std::vector<int32_t> q_indptr{0}, q_len, kv_len;
     for (int r = 0; r < b; ++r) {
       const int q = upto(2) ? 1 + upto(20) : 0;
@@ -318,6 +330,7 @@ TEST(DevicePlan, EqualsTheHostPlanItemByItem) {
       kv_len.push_back(upto(3) ? q + upto(upto(1) ? 10 : 5000) : 0);
     }
     const SplitPlan host = make_split_plan(s, q_len, kv_len);
+    gangs += host.gang > 1;
 
     Arrays arrays;
     PlanArgs a;
@@ -338,7 +351,8 @@ TEST(DevicePlan, EqualsTheHostPlanItemByItem) {
     view.max_items = static_cast<int>(host.items.size());
     if (s.fixed_tiles == 0) {  // with gaps
       view.max_items = s.num_workers;
-      for (int r = 0; r < b; ++r) view.max_items += request_cost(s, q_len[r], kv_len[r]).row_tiles;
+      for (int r = 0; r < b; ++r)
+        view.max_items += kMostGangTiles * request_cost(s, q_len[r], kv_len[r]).row_tiles;
     }
     view.items = static_cast<CudaWorkItem*>(arrays.room(sizeof(CudaWorkItem) * (view.max_items + 1)));
     // Pieces of a row tile, by its first output row.
@@ -387,6 +401,7 @@ TEST(DevicePlan, EqualsTheHostPlanItemByItem) {
     for (std::size_t i = 0; i < items.size(); ++i)
       ASSERT_EQ(key(items[i]), key(host.items[i])) << "round " << round << " item " << i;
   }
+  EXPECT_GT(gangs, 10);
 }
 
 // ---- captured graphs ----

@@ -273,7 +273,7 @@ std::unique_ptr<BackendPlan> CudaBackend::plan(const VerifyProblem& p, const Run
   if (k.splits) {
     const int64_t row_tiles = rows_of(p) / s.tile.rows_per_tile + std::min<int64_t>(p.b, p.q.total_q);
     int64_t slots = 2 * static_cast<int64_t>(s.num_workers), merges = s.num_workers,
-            items = row_tiles + 2 * static_cast<int64_t>(s.num_workers);
+            items = kMostGangTiles * row_tiles + 2 * static_cast<int64_t>(s.num_workers);
     if (options.batch_invariant) {
       s.fixed_tiles =
           ceil_div(options.split_keys > 0 ? options.split_keys : kDefaultSplitKeys, s.tile.keys_per_tile);

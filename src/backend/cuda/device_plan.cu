@@ -140,16 +140,25 @@ __device__ PairLayout choose_pair_layout(const PlanArgs& args, uint64_t* fault) 
   batch.distinct_units = sum(batch.distinct_units);
   batch.largest = most(batch.largest);
   batch.most_units = static_cast<int>(most(batch.most_units));
-  const EvenPieces even = find_even_pieces(params, batch, [&](int units) {
-    int64_t pieces = 0;
+  batch.most_row_tiles = static_cast<int>(most(batch.most_row_tiles));
+  const auto for_each_cost = [&](const auto& use) {
     for (int r = threadIdx.x; r < args.b; r += kPlanThreads) {
       const DeviceRequest d = read_request(args, r, fault);
       const RequestCost cost = request_cost(params, d.q_len, d.kv_len);
-      if (cost.row_tiles > 0) pieces += pieces_of(cost, units);
+      if (cost.row_tiles > 0) use(cost);
     }
+  };
+  const EvenPieces even = find_even_pieces(params, batch, [&](int units) {
+    int64_t pieces = 0;
+    for_each_cost([&](const RequestCost& cost) { pieces += pieces_of(cost, units); });
     return sum(pieces);
   });
-  return choose_layout(params, batch, even).layout;
+  const GangLine line = find_gangs(params, batch, [&](int gang) {
+    GangLine on = {gang, 0, 0};
+    for_each_cost([&](const RequestCost& cost) { on.add(cost); });
+    return GangLine{gang, sum(on.total), sum(on.pairs)};
+  });
+  return choose_layout(params, batch, even, line).layout;
 }
 
 __device__ void lay_out_requests(const PlanArgs& args, uint64_t* fault) {
@@ -165,12 +174,14 @@ __device__ void lay_out_requests(const PlanArgs& args, uint64_t* fault) {
       cost = request_cost(args.plan.params, d.q_len, d.kv_len);
     }
     const bool active = cost.row_tiles > 0;
-    const int64_t length = layout.pieces == 0           ? cost.total()
+    const int64_t length = layout.pieces == 0           ? cost.gang_total(layout.gang)
                            : active && layout.units > 0 ? pieces_of(cost, layout.units)
                                                         : cost.row_tiles;
     Sums total;
-    const Sums before = base + exclusive_scan({length, cost.row_tiles * cost.units, cost.row_tiles, active},
-                                              warp_sums, total);
+    const Sums before =
+        base + exclusive_scan({length, cost.row_tiles * cost.units,
+                               layout.pieces == 0 ? cost.gang_pairs(layout.gang) : cost.row_tiles, active},
+                              warp_sums, total);
     if (active) {
       d.start =
           layout.pieces == 0 ? before.cost : pieces_of_pair(layout, cost, before.cost, before.tiles, 0).first;
@@ -182,7 +193,8 @@ __device__ void lay_out_requests(const PlanArgs& args, uint64_t* fault) {
   }
   if (threadIdx.x == 0) {
     args.plan.header->total_cost = layout.pieces > 0 ? layout.pieces : base.cost;
-    args.plan.header->payload = worker_payload(args.plan.params, base.cost);
+    args.plan.header->payload = worker_payload(args.plan.params, base.cost, layout.gang);
+    args.plan.header->member_items = base.tiles + args.plan.params.num_workers / layout.gang;
     args.plan.header->layout = layout;
     args.plan.header->num_active = base.active;
     args.plan.header->num_merges = args.plan.header->num_inert = 0;
@@ -285,8 +297,8 @@ __global__ void __launch_bounds__(kWorkThreads)
     m.slots =
         layout.pieces > 0
             ? piece_slots(layout, pieces_of_pair(layout, cost, request.start, request.tile_base + tile, tile))
-            : partial_slots(p, cost, tile, request.start + cost.pair_start(tile), plan.header->payload,
-                            request.unit_base + tile * cost.units);
+            : partial_slots(p, cost, tile, request.start + cost.pair_start(tile / layout.gang),
+                            plan.header->payload, request.unit_base + tile * cost.units, layout.gang);
     if (m.slots.count == 1 || m.slots.slot(m.slots.count - 1) >= plan.num_slots) continue;
     const int first = tile * p.tile.rows_per_tile;
     m.row = static_cast<int64_t>(request.q_begin) * p.h_q + first;

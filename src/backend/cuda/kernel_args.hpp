@@ -61,7 +61,7 @@ struct DeviceRequest {
   int kv_len = 0;
   int unit_base = 0;  // units before it
   int request = 0;    // number in the batch
-  int tile_base = 0;  // row tiles before it
+  int tile_base = 0;  // row tiles before it, or on the line pairs
 };
 
 // Rows [row_begin, row_end) of a request (packed (node, head) pairs, heads fastest) against its keys [key_begin, key_end).
@@ -95,6 +95,7 @@ struct DevicePlanHeader {
   PairLayout layout;
   uint64_t fault = kNoFault;
   int num_active = 0;
+  int member_items = 0;  // on the line: room in the list of items for those of one worker of each gang
   int num_merges = 0, num_inert = 0;
 };
 

@@ -12,8 +12,14 @@ class WorkCursor {
   __device__ WorkCursor(const DevicePlanView& plan, int worker)
       : plan_(plan), layout_(plan.header->layout), worker_(worker), piece_(worker) {
     if (layout_.pieces > 0) return;
-    // At the last request that starts at or before the worker's piece of the line, and in it the pair that holds its first coordinate.
-    const int64_t from = worker * plan.header->payload;
+    // At the last request that starts at or before the gang's piece of the line, and in it the pair that holds its first coordinate.
+    gang_ = worker / layout_.gang;
+    member_ = worker - gang_ * layout_.gang;
+    if (gang_ >= plan.params.num_workers / layout_.gang) {
+      index_ = plan.header->num_active;
+      return;
+    }
+    const int64_t from = gang_ * plan.header->payload;
     index_ = from < plan.header->total_cost ? request_at(from) : -1;
     if (index_ < 0) {
       index_ = plan.header->num_active;
@@ -21,8 +27,9 @@ class WorkCursor {
     }
     const DeviceRequest& r = plan.requests[index_];
     const RequestCost cost = request_cost(plan.params, r.q_len, r.kv_len);
-    const int64_t tile = quotient64(from - r.start, cost.pair_start(1));
-    row_tile_ = static_cast<int>(tile < cost.row_tiles ? tile : cost.row_tiles - 1);
+    const int64_t pair = quotient64(from - r.start, cost.pair_start(1));
+    const int pairs = cost.gang_pairs(layout_.gang);
+    pair_ = static_cast<int>(pair < pairs ? pair : pairs - 1);
   }
 
   __device__ bool next(CudaWorkItem& item) {
@@ -65,32 +72,38 @@ class WorkCursor {
     const SplitParams& p = plan_.params;
     const int64_t payload = plan_.header->payload;
     const int num_active = plan_.header->num_active;
-    for (; index_ < num_active; ++index_, row_tile_ = 0) {
+    for (; index_ < num_active; ++index_, pair_ = 0) {
       const DeviceRequest r = plan_.requests[index_];
       const RequestCost cost = request_cost(p, r.q_len, r.kv_len);
-      for (; row_tile_ < cost.row_tiles; ++row_tile_, unit_ = -1) {
-        const int64_t start = r.start + cost.pair_start(row_tile_);
-        // No later unit is ours once a pair's first one belongs to a later worker.
-        if (start + cost.offset >= (worker_ + 1) * payload) {
+      const int pairs = cost.gang_pairs(layout_.gang);
+      for (; pair_ < pairs; ++pair_, unit_ = -1) {
+        const int row_tile = pair_ * layout_.gang + member_;
+        const int64_t start = r.start + cost.pair_start(pair_);
+        // No later unit is ours once a pair's first one belongs to a later gang.
+        if (start + cost.offset >= (gang_ + 1) * payload) {
           index_ = num_active;
           return false;
         }
-        UnitRange owned = worker_units(cost, row_tile_, start, payload, worker_);
+        if (row_tile >= cost.row_tiles) continue;
+        UnitRange owned = worker_units(cost, row_tile, start, payload, gang_);
         if (unit_ >= 0) owned.begin = unit_;
         if (owned.begin >= owned.end) continue;
         if (p.fixed_tiles > 0) owned.end = owned.begin + 1;
         unit_ = owned.end;
-        // Balanced pieces are numbered by worker, fixed ones by unit.
+        // Balanced pieces are numbered by gang, fixed ones by unit.
         const int piece =
-            p.fixed_tiles > 0 ? owned.begin : worker_ - worker_of_unit(cost, row_tile_, start, payload, 0);
-        // Each item after the first begins another pair, or is another worker's.
-        place_ = p.fixed_tiles > 0 ? r.unit_base + row_tile_ * cost.units + owned.begin
-                                   : r.tile_base + row_tile_ + worker_;
+            p.fixed_tiles > 0 ? owned.begin : gang_ - worker_of_unit(cost, row_tile, start, payload, 0);
+        // Of one worker of each gang: every item after the first begins another pair, or is another gang's.
+        if (place_ >= 0)
+          ++place_;
+        else
+          place_ = p.fixed_tiles > 0 ? r.unit_base + row_tile * cost.units + owned.begin
+                                     : member_ * plan_.header->member_items + r.tile_base + pair_ + gang_;
         const int64_t keys_per_unit =
             static_cast<int64_t>(p.tile.keys_per_tile) * (p.fixed_tiles > 0 ? p.fixed_tiles : 1);
-        const PartialSlots slots =
-            partial_slots(p, cost, row_tile_, start, payload, r.unit_base + row_tile_ * cost.units);
-        if (fill(item, r, cost, row_tile_, owned, keys_per_unit, slots, piece)) return true;
+        const PartialSlots slots = partial_slots(p, cost, row_tile, start, payload,
+                                                 r.unit_base + row_tile * cost.units, layout_.gang);
+        if (fill(item, r, cost, row_tile, owned, keys_per_unit, slots, piece)) return true;
       }
     }
     return false;
@@ -115,9 +128,9 @@ class WorkCursor {
 
   const DevicePlanView& plan_;
   const PairLayout layout_;
-  int worker_, index_ = 0, row_tile_ = 0, unit_ = -1;
+  int worker_, gang_ = 0, member_ = 0, index_ = 0, pair_ = 0, unit_ = -1;
   int64_t piece_;  // the next one's number
-  int round_ = 0, place_ = 0;
+  int round_ = 0, place_ = -1;
 };
 
 }  // namespace treemla
