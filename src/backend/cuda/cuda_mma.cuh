@@ -183,8 +183,13 @@ struct Worker {
     wait_barrier(smem + C::kBarriersAt + 8 * ring.stage, ring.round);
   }
   __device__ __forceinline__ void release_tile() {
-    __syncwarp();
-    if (lane == 0) arrive(smem + C::kBarriersAt + 8 * (C::kStages + ring.stage));
+    const uint32_t empty = smem + C::kBarriersAt + 8 * (C::kStages + ring.stage);
+    if constexpr (C::kEveryReaderArrives) {
+      if constexpr (kTiles > 0) arrive(empty);
+    } else {
+      __syncwarp();
+      if (lane == 0) arrive(empty);
+    }
     const bool wraps = ring.stage + 1 == C::kStages;
     ring.stage = wraps ? 0 : ring.stage + 1;
     ring.round ^= wraps;
@@ -888,7 +893,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kTile.blocks)
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
   if (threadIdx.x < C::kStages) {
     init_barrier(smem + C::kBarriersAt + 8 * threadIdx.x, C::kOneCopies ? C::kThreads / 2 : C::kThreads);
-    init_barrier(smem + C::kBarriersAt + 8 * (C::kStages + threadIdx.x), C::kThreads / 32);
+    init_barrier(smem + C::kBarriersAt + 8 * (C::kStages + threadIdx.x),
+                 C::kEveryReaderArrives ? C::kThreads / 2 : C::kThreads / 32);
   }
   allow_dependent_launch();
   Ring ring;

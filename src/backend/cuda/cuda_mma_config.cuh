@@ -31,6 +31,9 @@ struct Config {
   // Rows of each tile of keys that a warp of the group copies: the group with fewer row tiles has the time.
   static constexpr bool kOneCopies = kRowTiles % 2 == 1;  // the second group
   static constexpr int copied_rows(int group) { return kOneCopies ? 4 * group : 2; }
+  // One group computes, the other copies, and they meet at the ring's barriers alone. There each reader says for itself that it is done with a
+  // tile: compute-sanitizer's racecheck doesn't see that the lane which arrives for its warp comes after the others' reads.
+  static constexpr bool kEveryReaderArrives = group_tiles(1) == 0;
   // Pieces of 16 columns that a warp accumulates; that it scores, first of the latent part; of those, whose queries it has in registers.
   static constexpr int kColumnTiles = kDv / 64;
   static constexpr int kLatentSteps = kDv / 64, kSteps = kTile.steps();
