@@ -456,17 +456,34 @@ struct Worker {
 
   // ---- mask and softmax ----
 
-  // Bit e: hidden from row e % 2 is key e / 2 * 8 of this lane.
+  // Bit e: hidden from row e % 2 is key e / 2 * 8 of this lane. Rows that are padding: as from the last one. Of both rows at a time, since each
+  // waits for words of the mask.
   __device__ __forceinline__ unsigned hidden_bits(int j, int first_key) const {
+    const int first = first_key - item.prefix_len, from = max(first, 0),
+              before = max(-first, 0);  // tree key of bit 0 of `tree`; keys of the prefix
     unsigned bits = 0;
-#pragma unroll 1
-    for (int e = 0; e < 4; ++e) {
-      const int packed = item.row_begin + tile_row(j) + 2 * (lane & 3) + e % 2,
-                key = first_key + (lane >> 2) + e / 2 * 8;
-      const bool hidden = key >= key_end || packed >= item.row_end ||
-                          (key >= item.prefix_len &&
-                           !sees(args.mask, item.q_begin, packed / args.h_q, key - item.prefix_len));
-      bits |= static_cast<unsigned>(hidden) << e;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int packed = item.row_begin + tile_row(j) + 2 * (lane & 3) + r,
+                node = min(packed, item.row_end - 1) / args.h_q;
+      uint32_t tree = ~0u;
+      if (args.mask.kind == MaskKind::kCausal) {
+        const int seen = node + 1 - from;
+        tree = seen >= 32 ? ~0u : (1u << max(seen, 0)) - 1;
+      } else if (args.mask.kind == MaskKind::kTree) {
+        const uint32_t* words =
+            args.mask.bits + (static_cast<int64_t>(item.q_begin) + node) * args.mask.words;
+        const int w = from >> 5;
+        const uint32_t low = w < args.mask.words ? __ldg(words + w) : 0,
+                       high = w + 1 < args.mask.words ? __ldg(words + w + 1) : 0;
+        tree = __funnelshift_r(low, high, from);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int i = (lane >> 2) + 8 * h;
+        const bool hidden = first_key + i >= key_end || (i >= before && (tree >> (i - before) & 1) == 0);
+        bits |= static_cast<unsigned>(hidden) << (2 * h + r);
+      }
     }
     return bits;
   }
@@ -763,8 +780,8 @@ struct Worker {
         uint32_t x[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-          x[h] = transposed(narrow<To>(finished(out[c][j][2 * h], by.x)) |
-                            static_cast<uint32_t>(narrow<To>(finished(out[c][j][2 * h + 1], by.y))) << 16);
+          x[h] = transposed(
+              narrow_pair<To>(finished(out[c][j][2 * h], by.x), finished(out[c][j][2 * h + 1], by.y)));
         uint2 four;
         if constexpr (C::kIsFp8) {
           four = {__byte_perm(x[0], x[1], 0x5410), __byte_perm(x[0], x[1], 0x7632)};
