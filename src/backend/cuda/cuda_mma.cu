@@ -20,7 +20,7 @@
 //
 //     wait for tile i | score, send parts | copy tile i + 2 | meet | softmax | meet | accumulate | release tile i
 //
-// The ring has two mbarriers a stage: full, for all threads whose copies have landed, and empty, for 8 warps that are done. A warp copies
+// The ring has two mbarriers a stage: full, for all threads whose copies have landed, and empty, for 8 warps that are done (8 rows: 128 threads). A warp copies
 // two rows of each tile by 16-byte cp.async, whatever the page size; with an odd number of row tiles the group that has one less copies
 // all of them. Page entries are fetched 8 or 16 tiles ahead.
 //

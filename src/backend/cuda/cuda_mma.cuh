@@ -261,53 +261,6 @@ struct Worker {
     x[0] = high ? y[2] : y[0], x[1] = high ? y[3] : y[1], x[2] = high ? y[0] : y[2],
     x[3] = high ? y[1] : y[3];
   }
-  // The same by way of shared memory, of which nothing else is in use yet. Five row tiles: there it is faster, though no key is copied
-  // meanwhile.
-  __device__ __forceinline__ void load_staged_q(bool aligned) {
-    constexpr int kChunks = 2 * C::kSteps, kStride = 16 * kChunks + 16, kCopies = ceil_div(8 * kChunks, 32);
-    static_assert(C::kRowTiles * 4 * 8 * kStride <= C::kBarriersAt);
-    const uint32_t at = smem + (tile_row(0) * 4 + quarter * kTiles * 8) * kStride;
-    const int rope_chunks = 16 * quarter < args.d_rope ? 2 : 0;
-    // Lane l finds row l % 8 of row tile l / 8, and of the fifth.
-    const uint64_t found = reinterpret_cast<uint64_t>(q_row(lane >> 3, lane & 7)),
-                   found_fifth = kTiles > 4 ? reinterpret_cast<uint64_t>(q_row(4, lane & 7)) : 0;
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j)
-#pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        const int u = lane + 32 * i, row = u / kChunks, chunk = u - row * kChunks,
-                  rope = chunk - (kChunks - 2);
-        const T* from = reinterpret_cast<const T*>(
-            __shfl_sync(~0u, j < 4 ? found : found_fifth, 8 * (j & 3) + (row & 7)));
-        if (row >= 8) continue;
-        const bool ok = from != nullptr && rope < rope_chunks;
-        if (ok) from += rope < 0 ? C::kDv / 4 * quarter + 8 * chunk : C::kDv + 16 * quarter + 8 * rope;
-        const uint32_t to = at + (8 * j + row) * kStride + 16 * chunk;
-        if (aligned || !ok)
-          copy16(to, ok ? from : args.q, ok);
-        else
-          store_shared(to, eight_of(from));
-      }
-    commit_copies();
-    wait_copies<0>();
-    __syncwarp();
-    // Fragments of two steps at once: lane l addresses row l % 8, chunk l / 8.
-    uint32_t x[kTiles > 0 ? kTiles : 1][C::kSteps + 1][2];
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j)
-#pragma unroll
-      for (int i = 0; i < C::kSteps; i += 2) {
-        uint32_t y[4];
-        const int chunk = i + 1 < C::kSteps ? lane >> 3 : lane >> 3 & 1;
-        load_matrices(y, at + (8 * j + (lane & 7)) * kStride + 32 * i + 16 * chunk);
-        x[j][i][0] = y[0], x[j][i][1] = y[1], x[j][i + 1][0] = y[2], x[j][i + 1][1] = y[3];
-      }
-    __syncthreads();  // from here on shared memory is what the map says
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j)
-#pragma unroll
-      for (int i = 0; i < C::kSteps; ++i) keep_q(j, i, x[j][i][0], x[j][i][1]);
-  }
   // For FP8 caches: in fp16, each row times the power of two that brings its largest number below 2^15. A lane has columns 4 * (l % 4) to
   // 4 * (l % 4) + 3 of a piece of 16, as score() finds them in a cached row.
   __device__ __forceinline__ void load_scaled_q(bool aligned) {
@@ -834,11 +787,8 @@ struct Worker {
     if constexpr (kCopied > 0) fetch_entries(window);
     const bool aligned =
         reinterpret_cast<uintptr_t>(args.q) % 16 == 0 && (args.q_token_stride | args.q_head_stride) % 8 == 0;
-    constexpr bool kStaged = !C::kIsFp8 && C::kRowTiles > 8;
     [[maybe_unused]] QueryLoads queries;
-    if constexpr (kStaged)
-      load_staged_q(aligned);
-    else if constexpr (!C::kIsFp8) {
+    if constexpr (!C::kIsFp8) {
       if (aligned)
         fetch_q<true>(queries);
       else
@@ -854,7 +804,7 @@ struct Worker {
     work.look_ahead();
     if constexpr (C::kIsFp8)
       load_scaled_q(aligned);
-    else if constexpr (!kStaged)
+    else
       keep_q(queries);
 #pragma unroll
     for (int c = 0; c < C::kColumnTiles; ++c)
