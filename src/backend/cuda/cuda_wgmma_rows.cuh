@@ -7,7 +7,7 @@
 //
 // Three warpgroups of 128 threads, which meet at mbarriers:
 //
-//     copy      keys, as in cuda_wgmma.cuh, and queries but for their rope columns
+//     copy      keys, as in cuda_wgmma_copy.cuh, and queries but for their rope columns
 //     attend 0  scores and weights of tiles 0, 2, ...; all tiles' values over columns 0 to 255
 //     attend 1  of tiles 1, 3, ...; over columns 256 to 511
 //
@@ -41,7 +41,12 @@
 // A row's bits depend on its keys alone, but are not those of the form with rows as N: sums of weights are added in another order.
 #pragma once
 
-#include "backend/cuda/cuda_wgmma.cuh"
+#include <iterator>
+#include <type_traits>
+
+#include "backend/cuda/cuda_wgmma_copy.cuh"
+#include "backend/cuda/cuda_wgmma_masks.cuh"
+#include "backend/cuda/fragment_output.cuh"
 
 namespace treemla::wgmma {
 
@@ -261,7 +266,7 @@ struct Attender {
       if (!((i % 4 < 2 ? seen : seen_8) >> (i / 4 * 8 + i % 2) & 1)) x[i] = -INFINITY;
   }
 
-  // ---- softmax: as in cuda_wgmma.cuh, by the four lanes that have a row ----
+  // ---- softmax: as in cuda_wgmma_score.cuh, by the four lanes that have a row ----
 
   // Sums in units of the last tile's maxima to those of this one's; `any` of the warp's rows has another.
   __device__ __forceinline__ void shrink(const float (&by)[2], bool any) {
@@ -496,17 +501,8 @@ struct Attender {
     }
   }
 
-  // The queries of this CTA's first keys: whoever copies those would come to them a microsecond later.
-  __device__ __forceinline__ void begin() const {
-    WorkList list(args.plan, worker<C>());
-    while (const CudaWorkItem* item = list.next()) {
-      if (item->key_begin == item->key_end) continue;
-      copy_queries<C>(args, map, *item, thread / 8, thread % 8);
-      return;
-    }
-  }
   __device__ __forceinline__ void run() {
-    if (half == 1) begin();
+    if (half == 1) copy_first_queries<C>(args, map, thread);
     WorkList list(args.plan, worker<C>());
     while (const CudaWorkItem* item = list.next()) {
       const int key_begin = item->key_begin, tiles = ceil_div(item->key_end - key_begin, C::kKeys);
