@@ -64,11 +64,9 @@ struct InterleavedRows {
 struct Fp16Rows {
   const uint16_t* const* rows;
   HWY_INLINE void load(int key, int c, V& lower, V& upper) const {
-    const D d;
-    const hn::Rebind<hwy::float16_t, D> df16;
-    const auto* from = reinterpret_cast<const hwy::float16_t*>(rows[key]) + c;
-    lower = hn::PromoteTo(d, hn::LoadU(df16, from));
-    upper = hn::PromoteTo(d, hn::LoadU(df16, from + kHalfBlock));
+    const hn::Rebind<uint16_t, D> du16;
+    lower = widen_f16(hn::LoadU(du16, rows[key] + c));
+    upper = widen_f16(hn::LoadU(du16, rows[key] + c + kHalfBlock));
   }
 };
 

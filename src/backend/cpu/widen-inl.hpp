@@ -45,12 +45,24 @@ HWY_INLINE V widen_e4m3(const uint8_t* from) {
   return hn::Or(v, hn::BitCast(d, sign));
 }
 
+// fp16 numbers, as their bits. Where the CPU has no instruction for it, Highway takes the exponent of infinity and NaN for one more
+// power of two.
+HWY_INLINE V widen_f16(hn::Vec<hn::Rebind<uint16_t, D>> bits) {
+  const D d;
+  const V v = hn::PromoteTo(d, hn::BitCast(hn::Rebind<hwy::float16_t, D>(), bits));
+#if HWY_TARGET >= HWY_SSE4
+  const V exponent = hn::BitCast(d, hn::Set(hn::RebindToUnsigned<D>(), 0x7F800000u));
+  return hn::IfThenElse(hn::Ge(hn::Abs(v), hn::Set(d, 65536.0f)), hn::Or(v, exponent), v);
+#else
+  return v;
+#endif
+}
+
 // Widens n elements to float32; writes whole vectors, so `to` has room up to the next multiple of kLanes.
 HWY_INLINE void widen_row(const void* from, DType dtype, int n, float* HWY_RESTRICT to) {
   const D d;
   const hn::Rebind<uint32_t, D> du32;
   const hn::Rebind<uint16_t, D> du16;
-  const hn::Rebind<hwy::float16_t, D> df16;
   int i = 0;
   const int whole = n - n % kLanes;
   switch (dtype) {
@@ -66,8 +78,8 @@ HWY_INLINE void widen_row(const void* from, DType dtype, int n, float* HWY_RESTR
       break;
     }
     case DType::kF16: {
-      const hwy::float16_t* f = static_cast<const hwy::float16_t*>(from);
-      for (; i < whole; i += kLanes) hn::Store(hn::PromoteTo(d, hn::LoadU(df16, f + i)), d, to + i);
+      const uint16_t* f = static_cast<const uint16_t*>(from);
+      for (; i < whole; i += kLanes) hn::Store(widen_f16(hn::LoadU(du16, f + i)), d, to + i);
       break;
     }
     case DType::kF8E4M3: {
