@@ -25,7 +25,7 @@ std::vector<std::pair<CaseParam, Instance>>& cases() {
   static std::vector<std::pair<CaseParam, Instance>> list = [] {
     std::vector<std::pair<CaseParam, Instance>> made;
     for (const std::vector<CaseParam>& params :
-         {smoke_cases(), interleaved_cases(), random_cases(kRandomCasesPerTarget, 99)})
+         {smoke_cases(), interleaved_cases(), q8_cases(), random_cases(kRandomCasesPerTarget, 99)})
       for (const CaseParam& p : params) made.emplace_back(p, Instance(p));
     return made;
   }();
@@ -93,9 +93,9 @@ TEST_P(SimdTarget, WhereFloat32RowsLieChangesNoBit) {
   }
 }
 
-// NaN and infinity in fp16, in the prefix and in a tree row that not all nodes see, widened in registers and as a tile.
+// NaN and infinity in fp16, of columns and of scales, in the prefix and in a tree row that not all nodes see, widened in registers and as a tile.
 TEST_P(SimdTarget, GarbageInFp16ComesOutWhereTheOracleHasIt) {
-  for (DType dtype : {DType::kF16}) {
+  for (DType dtype : {DType::kF16, DType::kQ8}) {
     for (int h_q : {1, 20}) {
       for (int token : {3, 67}) {
         for (uint16_t bits : {uint16_t{0x7F80}, uint16_t{0x7C00}, uint16_t{0x7E01}, uint16_t{0xFFFF}}) {
@@ -111,6 +111,7 @@ TEST_P(SimdTarget, GarbageInFp16ComesOutWhereTheOracleHasIt) {
           p.kv.data = pool.data();
           const int64_t row = pool_row(p.pages, 1, page_base(p.pages, 0), token),
                         row_bytes = static_cast<int64_t>(kv.bytes) / kv.shape[0];
+          // Of q8_0 a scale: the second. Of the others a column there.
           std::memcpy(pool.data() + row * row_bytes + 34, &bits, 2);
 
           std::vector<float> out(5 * h_q * 64), lse(5 * h_q), expected(out), expected_lse(lse);
