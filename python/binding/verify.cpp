@@ -46,8 +46,9 @@ std::optional<DType> packed_dtype(const std::string& kv_packed) {
 }
 
 // kv [num_pages, page_size, d] or [rows, d] or either with an axis of 1 before the last, rows evenly spaced.
-KvPool view_pool(const Array& kv, int64_t page_size, std::optional<DType> packed, double scale,
-                 int64_t row_elements) {
+KvPool view_pool(const Array& kv, int64_t page_size, const std::string& kv_packed, double scale,
+                 const MlaShape& shape_of_rows) {
+  const std::optional<DType> packed = packed_dtype(kv_packed);
   int64_t shape[3], strides[3];
   int ndim = 0;
   for (int i = 0; i < kv.ndim; ++i) {
@@ -71,12 +72,12 @@ KvPool view_pool(const Array& kv, int64_t page_size, std::optional<DType> packed
   KvPool pool;
   pool.data = kv.data;
   pool.dtype = packed ? *packed : number_dtype(kv);
+  const int row_elements = kv_row_elements(shape_of_rows, pool.dtype);
   pool.scale = scale;
   const int64_t columns = shape[ndim - 1];
   if (columns != row_elements)
     fail("kv", "kv has rows of " + std::to_string(columns) + ": must be " + std::to_string(row_elements) +
-                   (packed ? " bytes: " + std::string(dtype_name(*packed)) + " rows of this d_v and d_qk"
-                           : ", the d_qk of q"));
+                   (packed ? " bytes: " + kv_packed + " rows of this d_v and d_qk" : ", the d_qk of q"));
   int64_t row_stride = strides[ndim - 2];
   if (ndim == 3 && shape[1] > 1 && page_size != 0 && page_size != shape[1])
     fail("page_size",
@@ -144,9 +145,7 @@ BoundProblem::BoundProblem(const ProblemArguments& a, uintptr_t stream) {
     fail("d_v",
          "d_v = " + std::to_string(d_v) + ": must be from 1 to the d_qk of q, " + std::to_string(d_qk));
   p.shape = {to_int32("h_q", q.shape[1]), to_int32("d_v", d_v), to_int32("d_rope", d_qk - d_v)};
-  const std::optional<DType> packed = packed_dtype(a.kv_packed);
-  p.kv = view_pool(hold(a.kv, "kv", stream), a.page_size, packed, a.kv_scale,
-                   packed ? kv_row_elements(p.shape, *packed) : d_qk);
+  p.kv = view_pool(hold(a.kv, "kv", stream), a.page_size, a.kv_packed, a.kv_scale, p.shape);
   p.sm_scale = a.sm_scale;
 
   const Array& indptr = hold(a.q_indptr, "q_indptr", stream);
@@ -294,8 +293,8 @@ VerifyProblem BoundProblem::layer(nb::handle q, nb::handle kv, uintptr_t stream,
                   std::to_string(p.shape.d_qk()) + "], as planned");
   const Array& new_kv = keep.emplace_back(kv, "kv", stream);
   need_place(new_kv, p.memory, device_id_);
-  const std::optional<DType> packed = has_scales(p.kv.dtype) ? std::optional(p.kv.dtype) : std::nullopt;
-  p.kv = view_pool(new_kv, p.kv.page_size, packed, p.kv.scale, kv_row_elements(p.shape, p.kv.dtype));
+  p.kv = view_pool(new_kv, p.kv.page_size, has_scales(p.kv.dtype) ? std::string(dtype_name(p.kv.dtype)) : "",
+                   p.kv.scale, p.shape);
   return p;
 }
 

@@ -101,7 +101,7 @@ def test_packed_rows(assert_close, make_case):
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_q8_0_rows(assert_close, make_case, library):
     case = make_case(d_v=256, d_rope=64)
-    blocks = case.kv.reshape(*case.kv.shape[:2], 10, 32)
+    blocks = np.nan_to_num(case.kv, nan=1.0).reshape(*case.kv.shape[:2], 10, 32)  # of rows that nobody names too
     scales = (np.abs(blocks).max(-1, keepdims=True) / 127).astype(np.float16)
     numbers = np.rint(blocks / scales.astype(np.float32)).clip(-127, 127).astype(np.int8)
     kv = np.concatenate([scales.view(np.uint8), numbers.view(np.uint8)], axis=-1).reshape(*case.kv.shape[:2], 340)

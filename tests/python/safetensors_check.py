@@ -85,8 +85,12 @@ def check(path):
             if "kv_layout" in meta:
                 tokens = np.arange(length)
                 rows = loaded["kv"][pages[tokens // page_size] * page_size + tokens % page_size]
-                scales = np.ascontiguousarray(rows[:, d_v : d_v + d_v // 32]).view("<f4")
-                require((scales > 0).all() and np.isfinite(scales).all(), f"request {r}: scales")
+                if meta["kv_layout"] == "q8_0":
+                    scales = np.ascontiguousarray(rows.reshape(length, -1, 34)[:, :, :2]).view("<f2")
+                else:
+                    scales = np.ascontiguousarray(rows[:, d_v : d_v + d_v // 32]).view("<f4")
+                positive = meta["kv_layout"] == "q8_0" or (scales > 0).all()
+                require(positive and np.isfinite(scales).all(), f"request {r}: scales")
             if meta["mask"] == "tree":
                 parents = loaded["parents"][begin:end]
                 require(parents[0] == -1 and all(0 <= p < i for i, p in enumerate(parents) if i), f"request {r}: parents")
