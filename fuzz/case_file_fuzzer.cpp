@@ -76,7 +76,7 @@ void edit(Json& header, Random& random) {
                                         "none", "e",     "2147483647", "2147483648", "0.5",  "4096", ""});
     if (random() % 8 == 0) entry->erase(entry->begin().key());
     if (random() % 8 == 0) (*entry)["kv_scale"] = "0.25";
-    if (random() % 8 == 0) (*entry)["kv_layout"] = "e4m3_packed";
+    if (random() % 8 == 0) (*entry)["kv_layout"] = pick<const char*>(random, {"e4m3_packed", "q8_0"});
     return;
   }
   if (!entry->is_object() || !entry->contains("shape") || !entry->contains("dtype")) return;

@@ -178,6 +178,20 @@ def case_files():
     packed("bad_packed_dtype", kv="F8_E4M3")
     packed("bad_packed_row", row_bytes=130)
     packed("bad_packed_d_v", d_v=64, row_bytes=66)
+
+    # q8_0 rows: two blocks of latents and one of rope, each a scale and 32 int8.
+    def q8(name, row_bytes=3 * 34, d_rope=32, **changes):
+        m, t = case(rng, [[-1, 0]], [1], h_q=1, d_v=64, d_rope=d_rope, expected=False)
+        rows = t["kv"][1][0]
+        row = b"".join(struct.pack("<e", 0.3) + bytes(rng.randrange(256) for _ in range(32)) for _ in range(3))
+        t["kv"] = ("U8", [rows, row_bytes], row[:row_bytes] * rows)
+        m.update({"kv_layout": "q8_0", **changes})
+        files[name] = pack(container(m, t))
+
+    q8("q8")
+    q8("q8_scaled", kv_scale="0.5")
+    q8("bad_q8_row", row_bytes=96)
+    q8("bad_q8_d_rope", d_rope=16)
     return files
 
 

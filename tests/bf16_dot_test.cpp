@@ -83,6 +83,7 @@ TEST_F(Bf16Dot, IsForBf16QueriesAndCachesOfWholeVectors) {
   EXPECT_TRUE(simd_uses_dot(mla, DType::kBF16, DType::kBF16));
   EXPECT_EQ(simd_target(mla, DType::kBF16, DType::kBF16), kBf16DotTarget);
   EXPECT_FALSE(simd_uses_dot(mla, DType::kBF16, DType::kF8E4M3));
+  EXPECT_FALSE(simd_uses_dot(mla, DType::kBF16, DType::kQ8));
   EXPECT_FALSE(simd_uses_dot(mla, DType::kF32, DType::kBF16));
   EXPECT_FALSE(simd_uses_dot({8, 512, 8}, DType::kBF16, DType::kBF16));
   ASSERT_TRUE(simd_force_target("AVX3"));

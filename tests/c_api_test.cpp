@@ -197,6 +197,11 @@ TEST(CApi, ErrorsNameTheArgument) {
   }
   {
     Tiny t;
+    t.problem.kv_dtype = TREEMLA_Q8;
+    expect_error(treemla_check(&t.problem, nullptr), TREEMLA_INVALID_ARGUMENT, "shape.d_v", "q8_0");
+  }
+  {
+    Tiny t;
     t.problem.q_dtype = 77;
     expect_error(treemla_check(&t.problem, nullptr), TREEMLA_INVALID_ARGUMENT, "q.dtype", "77");
   }

@@ -92,20 +92,25 @@ Case small_case(const std::string& dtype = "F32") {
   return c;
 }
 
-// The same requests on packed rows of 128 + 4 + 4 bytes.
-Case packed_case() {
+// The same requests on rows of bytes.
+Case byte_case(DType dtype, int d_v, int d_rope) {
   Case c = small_case("BF16");
-  c.shape = {.h_q = 2, .d_v = 128, .d_rope = 2};
-  c.kv_packed = true;
-  const std::vector<uint16_t> q(4 * 2 * 130, 0x3F80);
-  std::vector<uint8_t> kv(10 * 136);
+  c.shape = {.h_q = 2, .d_v = d_v, .d_rope = d_rope};
+  c.kv_packed = dtype;
+  const int row_bytes = kv_row_elements(c.shape, dtype);
+  const std::vector<uint16_t> q(4 * 2 * c.shape.d_qk(), 0x3F80);
+  std::vector<uint8_t> kv(10 * row_bytes);
   for (std::size_t i = 0; i < kv.size(); ++i) kv[i] = static_cast<uint8_t>(i * 37);
-  const std::vector<float> out(4 * 2 * 128);
-  c.set("q", "BF16", {4, 2, 130}, q.data());
-  c.set("kv", "U8", {10, 136}, kv.data());
-  c.set("expected_out", "F32", {4, 2, 128}, out.data());
+  const std::vector<float> out(4 * 2 * d_v);
+  c.set("q", "BF16", {4, 2, c.shape.d_qk()}, q.data());
+  c.set("kv", "U8", {10, row_bytes}, kv.data());
+  c.set("expected_out", "F32", {4, 2, d_v}, out.data());
   return c;
 }
+// Of 128 + 4 + 4 bytes.
+Case packed_case() { return byte_case(DType::kF8E4M3Packed, 128, 2); }
+// Of 3 blocks of 34 bytes.
+Case q8_case() { return byte_case(DType::kQ8, 64, 32); }
 
 struct Parts {
   std::string header;  // without padding
@@ -269,7 +274,7 @@ TEST(CaseFile, PackedRowsSurvive) {
               AllOf(HasSubstr("\"lse_base\":\"e\",\"kv_layout\":\"e4m3_packed\",\"source\""),
                     HasSubstr("\"kv\":{\"dtype\":\"U8\",\"shape\":[10,136]")));
   Case again = parse_case(file.data(), file.size());
-  EXPECT_TRUE(again.kv_packed);
+  EXPECT_EQ(again.kv_packed, DType::kF8E4M3Packed);
   EXPECT_TRUE(same_tensors(again, c));
   EXPECT_TRUE(serialize_case(again) == file);
   const VerifyProblem p = again.problem();
@@ -281,8 +286,40 @@ TEST(CaseFile, PackedRowsSurvive) {
   // Turned into a case of plain rows, it says nothing of a layout.
   const std::vector<uint16_t> plain(10 * 130);
   again.set("kv", "BF16", {10, 130}, plain.data());
-  again.kv_packed = false;
+  again.kv_packed.reset();
   EXPECT_THAT(split(serialize_case(again)).header, testing::Not(HasSubstr("kv_layout")));
+}
+
+TEST(CaseFile, Q8RowsSurvive) {
+  const Case c = q8_case();
+  const Bytes file = serialize_case(c);
+  EXPECT_THAT(split(file).header, AllOf(HasSubstr("\"lse_base\":\"e\",\"kv_layout\":\"q8_0\",\"source\""),
+                                        HasSubstr("\"kv\":{\"dtype\":\"U8\",\"shape\":[10,102]")));
+  const Case again = parse_case(file.data(), file.size());
+  EXPECT_EQ(again.kv_packed, DType::kQ8);
+  EXPECT_TRUE(same_tensors(again, c));
+  EXPECT_TRUE(serialize_case(again) == file);
+  const VerifyProblem p = again.problem();
+  EXPECT_EQ(p.kv.dtype, DType::kQ8);
+  EXPECT_EQ(p.kv.data, again.find("kv")->data);
+  EXPECT_EQ(p.kv.num_pages, 5);
+}
+
+TEST(CaseFile, Q8RowsThatLieAreNamed) {
+  const auto lie = [](const std::string& from, const std::string& to) {
+    return parse_message(edited(from, to, q8_case()));
+  };
+  EXPECT_THAT(lie("[10,102]", "[6,170]"),
+              HasSubstr("x.kdtr: kv: shape [6, 170], must be [rows, row_bytes] = [any, 102]"));
+  EXPECT_THAT(lie("q8_0", "q4_0"),
+              HasSubstr("x.kdtr: kv_layout: \"q4_0\", must be \"e4m3_packed\" or \"q8_0\""));
+  EXPECT_THAT(lie("q8_0", "e4m3_packed"), HasSubstr("x.kdtr: d_v: shape.d_v = 64 must be a multiple of 128"));
+  EXPECT_THAT(lie("\"d_rope\":\"32\"", "\"d_rope\":\"33\""),
+              HasSubstr("x.kdtr: d_rope: shape.d_rope = 33 must be a multiple of 32"));
+  Case c = q8_case();
+  c.kv_packed = DType::kBF16;
+  EXPECT_THAT(message_of([&] { serialize_case(c); }, ErrorCode::kInvalidArgument),
+              HasSubstr("bf16, must be e4m3_packed or q8_0"));
 }
 
 TEST(CaseFile, PackedRowsThatLieAreNamed) {

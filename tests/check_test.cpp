@@ -72,6 +72,16 @@ struct Fixture {
     out.resize(6 * 2 * 128);
     o.out = out.data();
   }
+  void use_q8() {  // 3 blocks of 34 bytes a row
+    p.shape = {2, 64, 32};
+    q.resize(6 * 2 * 96);
+    p.q.data = q.data();
+    packed.resize(64 * 4 * 102);
+    p.kv.data = packed.data();
+    p.kv.dtype = DType::kQ8;
+    out.resize(6 * 2 * 64);
+    o.out = out.data();
+  }
   void use_bits() {
     p.mask.ancestor_bits = bits.data();
     p.mask.words_per_row = 1;
@@ -118,6 +128,21 @@ TEST(CheckProblem, ValidOnesPass) {
       }
     }
   }
+}
+
+TEST(CheckProblem, Q8RowsPass) {
+  Fixture f;
+  f.use_q8();
+  EXPECT_NO_THROW(check_problem(f.p));
+  EXPECT_NO_THROW(check_output(f.p, f.o));
+  f.packed.resize(64 * 4 * 104 + 2);
+  f.p.kv.data = f.packed.data() + 2;
+  for (int64_t stride : {102, 104}) {
+    f.p.kv.row_stride = stride;
+    EXPECT_NO_THROW(check_problem(f.p));
+  }
+  f.p.kv.scale = 0.37;
+  EXPECT_NO_THROW(check_problem(f.p));
 }
 
 TEST(CheckProblem, PackedRowsPass) {
@@ -254,6 +279,7 @@ const Bad kShapes[] = {
      [](Fixture& f) { f.p.q.dtype = DType::kF8E4M3Packed; },
      "q.dtype",
      {"e4m3_packed", "fp32, fp16, bf16"}},
+    {"q8_q", [](Fixture& f) { f.p.q.dtype = DType::kQ8; }, "q.dtype", {"q8_0", "fp32, fp16, bf16"}},
     {"bad_q_dtype",
      [](Fixture& f) { f.p.q.dtype = static_cast<DType>(77); },
      "q.dtype",
@@ -280,9 +306,34 @@ const Bad kShapes[] = {
 const Bad kPools[] = {
     {"bad_kv_dtype", [](Fixture& f) { f.p.kv.dtype = static_cast<DType>(-1); }, "kv.dtype", {"= -1", "e4m3"}},
     {"kv_dtype_past_the_last",
-     [](Fixture& f) { f.p.kv.dtype = static_cast<DType>(5); },
+     [](Fixture& f) { f.p.kv.dtype = static_cast<DType>(6); },
      "kv.dtype",
-     {"= 5", "e4m3_packed"}},
+     {"= 6", "e4m3_packed, q8_0"}},
+    {"q8_narrow_latent",
+     [](Fixture& f) { f.p.kv.dtype = DType::kQ8; },
+     "shape.d_v",
+     {"= 8", "multiple of 32", "q8_0"}},
+    {"q8_narrow_rope",
+     [](Fixture& f) { f.use_q8(), f.p.shape.d_rope = 48; },
+     "shape.d_rope",
+     {"= 48", "multiple of 32", "q8_0"}},
+    {"q8_small_row_stride",
+     [](Fixture& f) { f.use_q8(), f.p.kv.row_stride = 100; },
+     "kv.row_stride",
+     {"= 100", "102 (the bytes of a q8_0 row)"}},
+    {"q8_odd_row_stride",
+     [](Fixture& f) { f.use_q8(), f.p.kv.row_stride = 103; },
+     "kv.row_stride",
+     {"= 103", "multiple of 2", "q8_0"}},
+    {"q8_kv_off_by_a_byte",
+     [](Fixture& f) { f.use_q8(), f.p.kv.data = f.packed.data() + 1; },
+     "kv.data",
+     {"aligned", "multiple of 2"}},
+    {"q8_interleaved",
+     [](Fixture& f) { f.use_q8(), f.p.kv.layout = KvLayout::kInterleaved; },
+     "kv.layout",
+     {"interleaved", "bf16", "q8_0"}},
+    {"q8_kv_scale", [](Fixture& f) { f.use_q8(), f.p.kv.scale = -1; }, "kv.scale", {"= -1"}},
     {"packed_narrow_latent",
      [](Fixture& f) { f.p.kv.dtype = DType::kF8E4M3Packed; },
      "shape.d_v",
@@ -588,13 +639,13 @@ TEST(CheckProblem, RowsOfARequestFitThirtyTwoBits) {
 }
 
 TEST(ParseDtype, NamesAndAliases) {
-  for (DType t : {DType::kF32, DType::kF16, DType::kBF16, DType::kF8E4M3, DType::kF8E4M3Packed})
+  for (DType t : {DType::kF32, DType::kF16, DType::kBF16, DType::kF8E4M3, DType::kF8E4M3Packed, DType::kQ8})
     EXPECT_EQ(parse_dtype(dtype_name(t)), t);
   EXPECT_EQ(parse_dtype("float32"), DType::kF32);
   EXPECT_EQ(parse_dtype("float16"), DType::kF16);
   EXPECT_EQ(parse_dtype("bfloat16"), DType::kBF16);
   for (const char* name : {"", "FP32", "fp8", "int8", "bf16 "}) {
-    const Bad bad{"", nullptr, "dtype", {name, "fp32, fp16, bf16, e4m3, e4m3_packed"}};
+    const Bad bad{"", nullptr, "dtype", {name, "fp32, fp16, bf16, e4m3, e4m3_packed, q8_0"}};
     expect_error(bad, [&] { parse_dtype(name); });
   }
 }

@@ -215,6 +215,33 @@ std::vector<CaseParam> interleaved_cases() {
   return list;
 }
 
+std::vector<CaseParam> q8_cases() {
+  std::vector<CaseParam> list;
+  for (DType q_dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    for (int h : {1, 4, 8, 16, 24, 72}) {  // few rows and many, and both in one request
+      CaseParam p{make_spec({{130, 1}, {61, 3}}, h), {.out_dtype = q_dtype}, {}};
+      p.spec.q_dtype = q_dtype;
+      p.spec.kv_dtype = DType::kQ8;
+      p.spec.kv_scale = 0.37;  // no power of two
+      p.spec.page_size = h;    // any
+      p.spec.gain = 8;         // a scale in the wrong place shows
+      list.push_back(p);
+    }
+  }
+  for (MlaShape shape :
+       {MlaShape{16, 256, 64}, MlaShape{8, 256, 32}, MlaShape{8, 512, 0}, MlaShape{3, 32, 0}}) {
+    CaseParam p{make_spec({{140, 6}, {20, 3}}, shape.h_q), {.block_table = true, .strided = true}, {}};
+    p.spec.shape = shape;
+    p.spec.kv_dtype = DType::kQ8;
+    list.push_back(p);
+  }
+  for (CaseParam p : random_cases(kRandomCases / 3, 20261130)) {
+    p.spec.kv_dtype = DType::kQ8;
+    list.push_back(p);
+  }
+  return list;
+}
+
 Instance::Instance(const CaseParam& param) : case_(generate_case(param.spec)), form_(param.form) {
   add_expected(case_);
   reshape(param.form);

@@ -45,6 +45,9 @@ std::vector<CaseParam> random_cases(int count, uint64_t seed);
 // Caches of KvLayout::kInterleaved, which devices refuse.
 std::vector<CaseParam> interleaved_cases();
 
+// Caches of DType::kQ8, which devices refuse too.
+std::vector<CaseParam> q8_cases();
+
 // Equal as bits: NaN equals itself, 0 differs from -0.
 bool same_bits(const std::vector<float>& a, const std::vector<float>& b);
 

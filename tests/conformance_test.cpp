@@ -52,6 +52,9 @@ INSTANTIATE_TEST_SUITE_P(Interleaved, Conformance,
                          testing::Combine(testing::ValuesIn(host_backends()),
                                           testing::ValuesIn(interleaved_cases())));
 
+INSTANTIATE_TEST_SUITE_P(Q8, Conformance,
+                         testing::Combine(testing::ValuesIn(host_backends()), testing::ValuesIn(q8_cases())));
+
 // The recorded cases were computed elsewhere, by another implementation: they judge the oracle too.
 TEST(RecordedCases, EveryHostBackendPasses) {
   int seen = 0;

@@ -3,12 +3,14 @@
 
 #include "core/convert.hpp"
 
+#include "core/generate.hpp"
 #include "core/kv_row.hpp"
 
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -170,6 +172,9 @@ TEST(KvRow, Sizes) {
   static_assert(kv_row_elements({8, 512, 0}, kPacked) == 528);
   static_assert(kv_row_elements({8, 256, 64}, kPacked) == 256 + 8 + 128);
   static_assert(packed_rope_offset({8, 512, 64}) == 528);
+  static_assert(kv_row_elements({8, 512, 64}, DType::kQ8) == 612);
+  static_assert(kv_row_elements({8, 512, 0}, DType::kQ8) == 544);
+  static_assert(kv_row_elements({8, 256, 32}, DType::kQ8) == 306);
   for (DType t : {DType::kF32, DType::kF16, DType::kBF16, DType::kF8E4M3})
     EXPECT_EQ(kv_row_elements({8, 512, 64}, t), 576) << dtype_name(t);
 }
@@ -220,11 +225,111 @@ TEST(KvRow, QuantisingKeepsWhatE4m3CanHold) {
   EXPECT_EQ(to[385], 1);
 }
 
+// Every int8 times fp16 scales of every size: exact in float too.
+TEST(KvRow, Q8ColumnsTimesTheScalesOfTheirBlocks) {
+  constexpr MlaShape kShape{1, 224, 32};
+  const float scales[] = {1.0f, 0.1f, 0x1p-24f, 0x1.4p-17f, 65504.0f, -0.3f, 0.0f, 3.0f / 127};
+  std::vector<unsigned char> row(kv_row_elements(kShape, DType::kQ8));
+  for (int c = 0; c < 256; ++c) row[c / 32 * 34 + 2 + c % 32] = static_cast<unsigned char>(c);
+  std::vector<double> exact(256);
+  std::vector<float> same(256);
+  for (int shift = 0; shift < 8; ++shift) {
+    for (int block = 0; block < 8; ++block)
+      store_element(row.data() + 34 * block, DType::kF16, 0, scales[(block + shift) % 8]);
+    load_kv_row(row.data(), kShape, DType::kQ8, exact.data());
+    load_kv_row(row.data(), kShape, DType::kQ8, same.data());
+    for (int c = 0; c < 256; ++c) {
+      const float scale = f16_to_float(float_to_f16(scales[(c / 32 + shift) % 8]));
+      EXPECT_EQ(q8_scale(row.data(), c / 32), scale);
+      ASSERT_EQ(exact[c], static_cast<int8_t>(c) * static_cast<double>(scale)) << c;
+      ASSERT_EQ(same[c], exact[c]) << c;
+    }
+  }
+}
+
+// One block, quantised.
+struct Q8Block {
+  explicit Q8Block(std::vector<float> from) {
+    from.resize(32);
+    store_q8_row(from.data(), {1, 32, 0}, bytes);
+    load_kv_row(bytes, {1, 32, 0}, DType::kQ8, read.data());
+  }
+  int operator[](int i) const { return static_cast<int8_t>(bytes[2 + i]); }
+  float scale() const { return q8_scale(bytes, 0); }
+  unsigned char bytes[34];
+  std::vector<float> read = std::vector<float>(32);
+};
+
+TEST(KvRow, QuantisingToQ8RoundsTiesToEven) {
+  const float after = std::nextafter(0.5f, 1.0f);  // a tie but for a bit
+  const Q8Block q({127, 0.5f, 1.5f, 2.5f, -0.5f, -1.5f, 126.5f, -126.5f, after, -after, 0.25f, -127});
+  EXPECT_EQ(q.scale(), 1);
+  const int expected[] = {127, 0, 2, 2, 0, -2, 126, -126, 1, -1, 0, -127};
+  for (int i = 0; i < 12; ++i) EXPECT_EQ(q[i], expected[i]) << i;
+}
+
+// The nearest integer whatever the scale became in fp16; what is an integer already comes back.
+TEST(KvRow, QuantisingToQ8IsNearest) {
+  for (int exponent = -30; exponent <= 20; ++exponent) {
+    std::vector<float> from(32);
+    for (int i = 0; i < 32; ++i)
+      from[i] = std::ldexp(counter_normal(static_cast<uint64_t>(exponent + 99), i), exponent);
+    const Q8Block q(from);
+    float largest = 0;
+    for (float x : from) largest = std::max(largest, std::fabs(x));
+    EXPECT_EQ(q.scale(), f16_to_float(float_to_f16(largest / 127)));
+    for (int i = 0; i < 32; ++i) {
+      const double error = std::fabs(from[i] - static_cast<double>(q[i]) * q.scale()), half = 0.5 * q.scale();
+      if (std::abs(q[i]) < 127 && q.scale() > 0) {
+        EXPECT_TRUE(error < half || (error == half && q[i] % 2 == 0)) << from[i] << " * 2^" << exponent;
+      }
+    }
+    if (exponent >= -6) {  // the scale is no subnormal, and close to what it should be
+      EXPECT_NEAR(q.scale() * 127, largest, largest / 2000);
+      const Q8Block again(q.read);
+      if (again.scale() == q.scale()) {
+        EXPECT_EQ(again.read, q.read);
+      }
+    }
+  }
+}
+
+TEST(KvRow, QuantisingToQ8AtTheEndsOfFp16) {
+  const Q8Block zeros({});
+  EXPECT_EQ(zeros.scale(), 0);
+  for (float x : zeros.read) EXPECT_EQ(x, 0);
+  const Q8Block tiny({1e-9f, -1e-6f});  // 1e-6 / 127 is less than half of the smallest fp16
+  EXPECT_EQ(tiny.scale(), 0);
+  for (float x : tiny.read) EXPECT_EQ(x, 0);
+  // A scale rounded down by a third: what passes 127 then stays there.
+  const Q8Block subnormal({127 * 0x1.7p-24f});
+  EXPECT_EQ(subnormal.scale(), 0x1p-24f);
+  EXPECT_EQ(subnormal[0], 127);
+  const Q8Block huge({1e30f, -1e30f, 65504, 1});
+  EXPECT_EQ(huge.scale(), 65504);
+  EXPECT_EQ(huge[0], 127);
+  EXPECT_EQ(huge[1], -127);
+  EXPECT_EQ(huge[2], 1);
+  EXPECT_EQ(huge[3], 0);
+}
+
+TEST(KvRow, QuantisingToQ8KeepsNanToItsBlock) {
+  constexpr MlaShape kShape{1, 64, 32};
+  for (float bad : {std::numeric_limits<float>::quiet_NaN(), kInf, -kInf}) {
+    std::vector<float> from(96, 0.5f), to(96);
+    from[40] = bad;
+    std::vector<unsigned char> row(kv_row_elements(kShape, DType::kQ8));
+    store_q8_row(from.data(), kShape, row.data());
+    load_kv_row(row.data(), kShape, DType::kQ8, to.data());
+    for (int c = 0; c < 96; ++c) EXPECT_EQ(std::isnan(to[c]), c / 32 == 1) << c << " by " << bad;
+  }
+}
+
 TEST(KvRow, NanInEveryPartOfARow) {
-  constexpr MlaShape kShape{1, 128, 2};
-  for (DType t : {DType::kF32, DType::kF16, DType::kBF16, DType::kF8E4M3, DType::kF8E4M3Packed}) {
+  constexpr MlaShape kShape{1, 128, 32};
+  for (DType t : {DType::kF32, DType::kF16, DType::kBF16, DType::kF8E4M3, DType::kF8E4M3Packed, DType::kQ8}) {
     std::vector<unsigned char> row(kv_row_elements(kShape, t) * dtype_bytes(t));
-    std::vector<float> numbers(130);
+    std::vector<float> numbers(160);
     fill_nan(row.data(), t, kv_row_elements(kShape, t));
     load_kv_row(row.data(), kShape, t, numbers.data());
     for (float x : numbers) EXPECT_TRUE(std::isnan(x)) << dtype_name(t);

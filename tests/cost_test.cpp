@@ -40,6 +40,7 @@ TEST(Cost, QueriesAndOutputsByDtype) {
   const Work packed = uniform_work(1, 9, 8, 100, kBF16, DType::kF8E4M3Packed);
   EXPECT_DOUBLE_EQ(packed.kv_bytes, 100 * 656.0);
   EXPECT_DOUBLE_EQ(packed.flops, uniform_work(1, 9, 8, 100).flops);
+  EXPECT_DOUBLE_EQ(uniform_work(1, 9, 8, 100, kBF16, DType::kQ8).kv_bytes, 100 * 612.0);
 }
 
 TEST(Cost, SumsOverRaggedRequests) {

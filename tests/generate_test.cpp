@@ -26,7 +26,8 @@ using testing::HasSubstr;
 using Ints = std::vector<int32_t>;
 constexpr TreeKind kKinds[] = {TreeKind::kChain, TreeKind::kStar, TreeKind::kBinary, TreeKind::kRandom,
                                TreeKind::kDdtree};
-constexpr DType kDtypes[] = {DType::kF32, DType::kF16, DType::kBF16, DType::kF8E4M3, DType::kF8E4M3Packed};
+constexpr DType kDtypes[] = {DType::kF32,    DType::kF16,          DType::kBF16,
+                             DType::kF8E4M3, DType::kF8E4M3Packed, DType::kQ8};
 
 Ints ints(const Case& c, const char* name) {
   const CaseTensor* t = c.find(name);
@@ -204,6 +205,7 @@ TEST_P(EveryLayout, IsAValidCaseWithPoisonAroundIt) {
   CaseSpec s = small_spec();
   std::tie(s.kv_dtype, s.page_size) = GetParam();
   if (s.kv_dtype == DType::kF8E4M3Packed) s.shape.d_v = 256;
+  if (s.kv_dtype == DType::kQ8) s.shape = {4, 64, 32};
   const Case c = generate_case(s);
   const VerifyProblem p = c.problem();
   EXPECT_NO_THROW(check_problem(p));
@@ -235,6 +237,40 @@ TEST_P(EveryLayout, IsAValidCaseWithPoisonAroundIt) {
   for (int64_t i = 0; i < c.total_q() * s.shape.h_q * d_qk; ++i) {
     ASSERT_TRUE(std::isfinite(load_element(p.q.data, p.q.dtype, i)));
   }
+}
+
+TEST(Generate, Q8RowsHaveScalesOfTheirOwn) {
+  CaseSpec s = small_spec();
+  s.shape = {2, 64, 32};
+  s.kv_dtype = DType::kQ8;
+  const Case c = generate_case(s);
+  const VerifyProblem p = c.problem();
+  EXPECT_EQ(c.find("kv")->dtype, "U8");
+  EXPECT_EQ(c.find("kv")->shape[1], 102);
+  EXPECT_EQ(p.kv.dtype, DType::kQ8);
+
+  s.kv_dtype = DType::kF32;
+  const Case exact = generate_case(s);
+  const VerifyProblem e = exact.problem();
+  int num_powers_of_two = 0, num_scales = 0;
+  std::vector<double> got(96), want(96);
+  for (int64_t row = 0; row < p.kv.num_pages * p.kv.page_size; ++row) {
+    load_kv_row(kv_row_at(p, row), p.shape, p.kv.dtype, got.data());
+    load_kv_row(kv_row_at(e, row), e.shape, e.kv.dtype, want.data());
+    for (int block = 0; block < 3; ++block) {
+      const float scale = q8_scale(kv_row_at(p, row), block);
+      ASSERT_EQ(std::isnan(scale), std::isnan(want[0])) << row;
+      if (std::isnan(scale)) continue;
+      for (int i = 32 * block; i < 32 * block + 32; ++i)
+        ASSERT_NEAR(got[i], want[i], scale * 0.5625)
+            << row << " " << i;  // 127 of a scale rounded down: 0.0625
+      int exponent;
+      num_powers_of_two += std::frexp(scale, &exponent) == 0.5f;
+      ++num_scales;
+    }
+  }
+  EXPECT_GT(num_scales, 500);
+  EXPECT_LT(num_powers_of_two, num_scales / 20);
 }
 
 // Each part of an unowned row is poison by itself: a kernel that reads the wrong scale or latent shows it.
@@ -414,6 +450,13 @@ TEST(Generate, ImpossibleSpecsAreRefused) {
       {[](CaseSpec& s, double) { s.q_dtype = DType::kF8E4M3Packed; },
        "q_dtype",
        {"e4m3_packed", "fp32, fp16, bf16"}},
+      {[](CaseSpec& s, double) { s.q_dtype = DType::kQ8; }, "q_dtype", {"q8_0", "fp32, fp16, bf16"}},
+      {[](CaseSpec& s, double) { s.kv_dtype = DType::kQ8; }, "shape.d_v", {"= 48", "32", "q8_0"}},
+      {[](CaseSpec& s, double) {
+         s.kv_dtype = DType::kQ8, s.shape = {4, 64, 32}, s.kv_scale = 129;
+       },
+       "kv_scale",
+       {"= 129", "128]", "q8_0"}},
       {[](CaseSpec& s, double) { s.kv_dtype = DType::kF8E4M3Packed; },
        "shape.d_v",
        {"= 48", "128", "e4m3_packed"}},

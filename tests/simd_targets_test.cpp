@@ -1,6 +1,7 @@
 // cpu_simd on every instruction set that this CPU has, not only on its best.
 
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include <gmock/gmock.h>
@@ -24,7 +25,7 @@ std::vector<std::pair<CaseParam, Instance>>& cases() {
   static std::vector<std::pair<CaseParam, Instance>> list = [] {
     std::vector<std::pair<CaseParam, Instance>> made;
     for (const std::vector<CaseParam>& params :
-         {smoke_cases(), interleaved_cases(), random_cases(kRandomCasesPerTarget, 99)})
+         {smoke_cases(), interleaved_cases(), q8_cases(), random_cases(kRandomCasesPerTarget, 99)})
       for (const CaseParam& p : params) made.emplace_back(p, Instance(p));
     return made;
   }();
@@ -86,6 +87,40 @@ TEST_P(SimdTarget, WhereFloat32RowsLieChangesNoBit) {
         if (!std::isnan(expected[i])) {
           ASSERT_NEAR(in_place[i], expected[i], 3e-5 * std::max(1.0f, std::abs(expected[i])))
               << "element " << i;
+        }
+      }
+    }
+  }
+}
+
+// NaN and infinity in fp16, of columns and of scales, in the prefix and in a tree row that not all nodes see, widened in registers and as a tile.
+TEST_P(SimdTarget, GarbageInFp16ComesOutWhereTheOracleHasIt) {
+  for (DType dtype : {DType::kF16, DType::kQ8}) {
+    for (int h_q : {1, 20}) {
+      for (int token : {3, 67}) {
+        for (uint16_t bits : {uint16_t{0x7F80}, uint16_t{0x7C00}, uint16_t{0x7E01}, uint16_t{0xFFFF}}) {
+          CaseSpec spec;
+          spec.requests = {{66, 5}};
+          spec.shape = {h_q, 64, 32};
+          spec.q_dtype = DType::kF32;
+          spec.kv_dtype = dtype;
+          const Case c = generate_case(spec);
+          VerifyProblem p = c.problem();
+          const CaseTensor& kv = *c.find("kv");
+          std::vector<std::byte> pool(kv.data, kv.data + kv.bytes);
+          p.kv.data = pool.data();
+          const int64_t row = pool_row(p.pages, 1, page_base(p.pages, 0), token),
+                        row_bytes = static_cast<int64_t>(kv.bytes) / kv.shape[0];
+          // Of q8_0 a scale: the second. Of the others a column there.
+          std::memcpy(pool.data() + row * row_bytes + 34, &bits, 2);
+
+          std::vector<float> out(5 * h_q * 64), lse(5 * h_q), expected(out), expected_lse(lse);
+          verify(p, {out.data(), DType::kF32, lse.data()}, {.backend = "cpu_simd", .num_threads = 1});
+          verify(p, {expected.data(), DType::kF32, expected_lse.data()}, {.backend = "cpu_oracle"});
+          const Comparison got = compare(p.shape, 5, out.data(), expected.data(), lse.data(),
+                                         expected_lse.data(), Precision::kF32);
+          EXPECT_TRUE(got.ok) << dtype_name(dtype) << ", " << h_q << " heads, token " << token << ", bits "
+                              << bits << ": " << got.failure;
         }
       }
     }

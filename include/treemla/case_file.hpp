@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -32,8 +33,9 @@ class Case {
   int page_size = 1;
   MaskKind mask = MaskKind::kTree;
   double kv_scale = 1.0;
-  bool kv_packed = false;  // `kv` is U8 [rows, bytes of a row] and holds rows of DType::kF8E4M3Packed
-  std::string source;      // free text: how the case was produced
+  // A dtype that has_scales(): `kv` is U8 [rows, bytes of a row] and holds rows of it. None: the tensor's own says what it holds.
+  std::optional<DType> kv_packed;
+  std::string source;  // free text: how the case was produced
 
   // Tensors by name; null when the case has none of that name.
   const CaseTensor* find(const std::string& name) const;

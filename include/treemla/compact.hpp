@@ -26,7 +26,7 @@ struct CompactProblem {
   void* pool = nullptr;
   int64_t layer_stride_bytes = 0;
 
-  int64_t row_bytes = 0;         // bytes of a cached row: 1152 for 576 bf16, 656 packed
+  int64_t row_bytes = 0;         // bytes of a cached row: 1152 for 576 bf16, 656 packed, 612 q8_0
   int64_t row_stride_bytes = 0;  // bytes between rows; 0 means row_bytes
   int64_t num_pages = 0;         // in each layer
   int page_size = 1;             // tokens a page: a page is page_size * row_stride_bytes bytes

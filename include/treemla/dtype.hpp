@@ -15,6 +15,9 @@ enum class DType : int {
   // Rows of e4m3 latents, float32 scales and bf16 rope: DeepSeek's packed form, drawn in problem.hpp; cache only. What counts as
   // an element of such a pool is a byte.
   kF8E4M3Packed = 4,
+  // Rows of int8 with an fp16 scale every 32 columns: llama.cpp's q8_0, drawn in problem.hpp; cache only, on CPUs. An element of such
+  // a pool is a byte too.
+  kQ8 = 5,
 };
 
 // Width of the entries of a page table.
@@ -23,15 +26,22 @@ enum class IndexType : int { kI32 = 0, kI64 = 1 };
 // Where the memory behind the pointers of a problem lives.
 enum class Memory : int { kHost = 0, kDevice = 1 };
 
-// The dtypes of caches alone: queries and outputs are wider.
 constexpr bool is_fp8(DType t) { return t == DType::kF8E4M3 || t == DType::kF8E4M3Packed; }
 
-constexpr std::size_t dtype_bytes(DType t) { return t == DType::kF32 ? 4 : is_fp8(t) ? 1 : 2; }
+// The dtypes of caches alone: queries and outputs are wider.
+constexpr bool is_cache_only(DType t) { return is_fp8(t) || t == DType::kQ8; }
 
-// What addresses must be multiples of, in bytes: packed rows are read as float32 scales too.
-constexpr std::size_t dtype_alignment(DType t) { return t == DType::kF8E4M3Packed ? 4 : dtype_bytes(t); }
+// Rows of bytes, with scales among their numbers.
+constexpr bool has_scales(DType t) { return t == DType::kF8E4M3Packed || t == DType::kQ8; }
 
-// "fp32", "fp16", "bf16", "e4m3", "e4m3_packed".
+constexpr std::size_t dtype_bytes(DType t) { return t == DType::kF32 ? 4 : is_cache_only(t) ? 1 : 2; }
+
+// What addresses must be multiples of, in bytes: rows of bytes are read as float32 or fp16 scales too.
+constexpr std::size_t dtype_alignment(DType t) {
+  return t == DType::kF8E4M3Packed ? 4 : t == DType::kQ8 ? 2 : dtype_bytes(t);
+}
+
+// "fp32", "fp16", "bf16", "e4m3", "e4m3_packed", "q8_0".
 constexpr std::string_view dtype_name(DType t) {
   switch (t) {
     case DType::kF32:
@@ -44,6 +54,8 @@ constexpr std::string_view dtype_name(DType t) {
       return "e4m3";
     case DType::kF8E4M3Packed:
       return "e4m3_packed";
+    case DType::kQ8:
+      return "q8_0";
   }
   return "?";
 }

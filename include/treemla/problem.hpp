@@ -47,9 +47,21 @@ inline constexpr int kPackedGroup = 128;
 
 constexpr int packed_rope_offset(const MlaShape& shape) { return shape.d_v + shape.d_v / kPackedGroup * 4; }
 
-// Elements of a cached row, and so the default stride of rows: d_qk numbers, or the bytes of a packed row.
+// A row of DType::kQ8, in bytes: blocks of kQ8Block columns in order, those of the latents, then those of the rope. Each is an fp16
+// scale, any, and the columns' int8, as in llama.cpp's block_q8_0:
+//
+//     0         2                34        36               68      d_qk / 32 * 34
+//     | scale 0 | columns 0..31  | scale 1 | columns 32..63 |  ...  |
+//
+// 512/64: 18 blocks of 34 = 612 bytes. Real column c = int8[c] * scale[c / 32] * KvPool::scale. d_v and d_rope must be multiples of
+// 32, so that no block is of both; rows begin at even addresses.
+inline constexpr int kQ8Block = 32;
+inline constexpr int kQ8BlockBytes = 2 + kQ8Block;
+
+// Elements of a cached row, and so the default stride of rows: d_qk numbers, or the bytes of a row with scales.
 constexpr int kv_row_elements(const MlaShape& shape, DType dtype) {
-  return dtype == DType::kF8E4M3Packed ? packed_rope_offset(shape) + 2 * shape.d_rope : shape.d_qk();
+  if (dtype == DType::kF8E4M3Packed) return packed_rope_offset(shape) + 2 * shape.d_rope;
+  return dtype == DType::kQ8 ? shape.d_qk() / kQ8Block * kQ8BlockBytes : shape.d_qk();
 }
 
 // How the columns of a cached row lie in it.
@@ -78,7 +90,7 @@ struct KvPool {
   int page_size = 1;  // tokens a page, any value >= 1
   // Elements between rows; 0 means kv_row_elements. A page is page_size * row_stride elements.
   int64_t row_stride = 0;
-  double scale = 1.0;  // real row = stored row * scale (FP8 caches)
+  double scale = 1.0;  // real row = stored row * scale (FP8 and q8_0 caches)
   KvLayout layout = KvLayout::kRowMajor;
 };
 

@@ -62,7 +62,11 @@ typedef enum treemla_dtype {
   /* Rows of DeepSeek's packed form; cache only. In bytes: d_v e4m3 latents, d_v / 128 float32 scales (one for
    * 128 latents, any positive value), d_rope bf16. 656 bytes for 512/64. d_v must be a multiple of 128, d_rope
    * even, rows aligned to 4 bytes. What counts as an element of such a pool is a byte. */
-  TREEMLA_F8E4M3_PACKED = 4
+  TREEMLA_F8E4M3_PACKED = 4,
+  /* Rows of llama.cpp's q8_0; cache only, on CPUs. In bytes: for every 32 columns, the latents' first, an fp16
+   * scale and 32 int8. 612 bytes for 512/64. d_v and d_rope must be multiples of 32, rows aligned to 2 bytes. An
+   * element of such a pool is a byte too. */
+  TREEMLA_Q8 = 5
 } treemla_dtype;
 
 /* How the columns of a cached row lie in it. */
@@ -108,10 +112,10 @@ typedef struct treemla_problem {
 
   /* The pool of cached rows. Rows that no request names are never read into a result. */
   int32_t kv_dtype;      /* treemla_dtype, BF16 initially */
-  const void* kv;        /* [num_pages, page_size, d_qk]; packed: bytes of a row instead of d_qk */
+  const void* kv;        /* [num_pages, page_size, d_qk]; packed, q8_0: bytes of a row instead of d_qk */
   int64_t num_pages;     /* pages in the pool */
-  int64_t kv_row_stride; /* elements between rows; 0 (initial) means d_qk; packed: the bytes of a row */
-  double kv_scale;       /* real row = stored row * kv_scale (FP8 caches); 1 initially */
+  int64_t kv_row_stride; /* elements between rows; 0 (initial) means d_qk; packed, q8_0: the bytes of a row */
+  double kv_scale;       /* real row = stored row * kv_scale (FP8 and q8_0 caches); 1 initially */
   int32_t page_size;     /* tokens a page, any value >= 1; 1 initially */
 
   /* Token t of request r lives in pool row  entry(r, t / page_size) * page_size + t % page_size  with

@@ -6,6 +6,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "treemla/case_file.hpp"
@@ -34,8 +35,20 @@ QueryView view_queries(const Array& q) {
           q.shape[1] > 1 ? q.strides[1] : 0};
 }
 
+// What rows of bytes hold; none: "", a kv whose own dtype says it.
+std::optional<DType> packed_dtype(const std::string& kv_packed) {
+  if (kv_packed.empty()) return std::nullopt;
+  for (const DType dtype : {DType::kF8E4M3Packed, DType::kQ8}) {
+    if (kv_packed == dtype_name(dtype)) return dtype;
+  }
+  fail("kv_packed",
+       "kv_packed = \"" + kv_packed + "\": must be False, \"e4m3_packed\" (or True) or \"q8_0\"");
+}
+
 // kv [num_pages, page_size, d] or [rows, d] or either with an axis of 1 before the last, rows evenly spaced.
-KvPool view_pool(const Array& kv, int64_t page_size, bool packed, double scale, int64_t row_elements) {
+KvPool view_pool(const Array& kv, int64_t page_size, const std::string& kv_packed, double scale,
+                 const MlaShape& shape_of_rows) {
+  const std::optional<DType> packed = packed_dtype(kv_packed);
   int64_t shape[3], strides[3];
   int ndim = 0;
   for (int i = 0; i < kv.ndim; ++i) {
@@ -54,16 +67,17 @@ KvPool view_pool(const Array& kv, int64_t page_size, bool packed, double scale, 
   } else if (kv.element == Element::kU8) {
     fail("kv",
          "kv is uint8: must be float32, float16, bfloat16 or float8_e4m3fn, or give kv_packed=True for "
-         "packed rows");
+         "e4m3_packed rows, \"q8_0\" for q8_0 rows");
   }
   KvPool pool;
   pool.data = kv.data;
-  pool.dtype = packed ? DType::kF8E4M3Packed : number_dtype(kv);
+  pool.dtype = packed ? *packed : number_dtype(kv);
+  const int row_elements = kv_row_elements(shape_of_rows, pool.dtype);
   pool.scale = scale;
   const int64_t columns = shape[ndim - 1];
   if (columns != row_elements)
     fail("kv", "kv has rows of " + std::to_string(columns) + ": must be " + std::to_string(row_elements) +
-                   (packed ? " bytes: packed rows of this d_v and d_qk" : ", the d_qk of q"));
+                   (packed ? " bytes: " + kv_packed + " rows of this d_v and d_qk" : ", the d_qk of q"));
   int64_t row_stride = strides[ndim - 2];
   if (ndim == 3 && shape[1] > 1 && page_size != 0 && page_size != shape[1])
     fail("page_size",
@@ -131,8 +145,7 @@ BoundProblem::BoundProblem(const ProblemArguments& a, uintptr_t stream) {
     fail("d_v",
          "d_v = " + std::to_string(d_v) + ": must be from 1 to the d_qk of q, " + std::to_string(d_qk));
   p.shape = {to_int32("h_q", q.shape[1]), to_int32("d_v", d_v), to_int32("d_rope", d_qk - d_v)};
-  p.kv = view_pool(hold(a.kv, "kv", stream), a.page_size, a.kv_packed, a.kv_scale,
-                   a.kv_packed ? kv_row_elements(p.shape, DType::kF8E4M3Packed) : d_qk);
+  p.kv = view_pool(hold(a.kv, "kv", stream), a.page_size, a.kv_packed, a.kv_scale, p.shape);
   p.sm_scale = a.sm_scale;
 
   const Array& indptr = hold(a.q_indptr, "q_indptr", stream);
@@ -280,8 +293,8 @@ VerifyProblem BoundProblem::layer(nb::handle q, nb::handle kv, uintptr_t stream,
                   std::to_string(p.shape.d_qk()) + "], as planned");
   const Array& new_kv = keep.emplace_back(kv, "kv", stream);
   need_place(new_kv, p.memory, device_id_);
-  p.kv = view_pool(new_kv, p.kv.page_size, p.kv.dtype == DType::kF8E4M3Packed, p.kv.scale,
-                   kv_row_elements(p.shape, p.kv.dtype));
+  p.kv = view_pool(new_kv, p.kv.page_size, has_scales(p.kv.dtype) ? std::string(dtype_name(p.kv.dtype)) : "",
+                   p.kv.scale, p.shape);
   return p;
 }
 
@@ -340,7 +353,7 @@ ProblemArguments arguments(const nb::tuple& a) {
           nb::cast<int64_t>(a[9]),
           nb::cast<double>(a[10]),
           nb::cast<double>(a[11]),
-          nb::cast<bool>(a[12]),
+          nb::cast<std::string>(a[12]),
           nb::cast<int64_t>(a[13]),
           nb::cast<int64_t>(a[14])};
 }
@@ -443,7 +456,7 @@ void verify_arrays(const nb::tuple& a, nb::handle out, nb::handle lse, const std
 // uint16 stand for. `expected`: the float64 oracle's result is added. What isn't a case is refused by write_case().
 void write_case_file(const std::string& path, const nb::dict& tensors, const nb::dict& dtypes, int d_v,
                      int d_rope, double sm_scale, int page_size, const std::string& mask, double kv_scale,
-                     bool kv_packed, const std::string& source, bool expected) {
+                     const std::string& kv_packed, const std::string& source, bool expected) {
   Case c;
   c.shape.d_v = d_v;
   c.shape.d_rope = d_rope;
@@ -451,7 +464,7 @@ void write_case_file(const std::string& path, const nb::dict& tensors, const nb:
   c.page_size = page_size;
   c.mask = mask == "tree" ? MaskKind::kTree : mask == "causal" ? MaskKind::kCausal : MaskKind::kNone;
   c.kv_scale = kv_scale;
-  c.kv_packed = kv_packed;
+  c.kv_packed = packed_dtype(kv_packed);
   c.source = source;
   for (auto [key, value] : tensors) {
     const std::string name = nb::cast<std::string>(key);

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "binding/array.hpp"
@@ -17,7 +18,7 @@ struct ProblemArguments {
   int64_t page_size = 0;  // 0: kv's own, or 1
   int64_t d_v = 0;        // 0: by d_qk
   double sm_scale = 0, kv_scale = 1;
-  bool kv_packed = false;
+  std::string kv_packed;  // dtype of the rows of bytes that a kv of uint8 holds; "": kv's own
   int64_t max_q_len = 0, max_kv_len = 0;
 };
 

@@ -27,7 +27,7 @@ def write_case(
     page_size: int,
     mask: str,
     kv_scale: float,
-    kv_packed: bool,
+    kv_packed: str,
     source: str,
     expected: bool,
     /,

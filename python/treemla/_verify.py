@@ -33,6 +33,11 @@ def list_backends() -> list[Backend]:
     return [Backend(*b) for b in _core.list_backends()]
 
 
+def packed_dtype(kv_packed: bool | str) -> str:
+    """What the rows of a uint8 kv are, as the extension takes it; "" for other arrays."""
+    return kv_packed if isinstance(kv_packed, str) else "e4m3_packed" if kv_packed else ""
+
+
 def _problem(
     q: Any,
     kv: Any,
@@ -47,7 +52,7 @@ def _problem(
     page_size: int | None = None,
     d_v: int | None = None,
     kv_scale: float = 1.0,
-    kv_packed: bool = False,
+    kv_packed: bool | str = False,
     max_q_len: int = 0,
     max_kv_len: int = 0,
 ) -> tuple:
@@ -65,7 +70,7 @@ def _problem(
         0 if d_v is None else _arrays.index("d_v", d_v, 1),
         _arrays.number("sm_scale", sm_scale),
         _arrays.number("kv_scale", kv_scale),
-        bool(kv_packed),
+        packed_dtype(kv_packed),
         _arrays.index("max_q_len", max_q_len),
         _arrays.index("max_kv_len", max_kv_len),
     )
@@ -103,7 +108,7 @@ def verify(
     page_size: int | None = None,
     d_v: int | None = None,
     kv_scale: float = 1.0,
-    kv_packed: bool = False,
+    kv_packed: bool | str = False,
     max_q_len: int = 0,
     max_kv_len: int = 0,
     out: Any = None,
@@ -128,7 +133,7 @@ def verify(
         q: [total_q, h_q, d_qk] absorbed queries, latent part first; float32, float16 or bfloat16. Any strides whose
             rows are contiguous.
         kv: [num_pages, page_size, d_qk] or [rows, d_qk] cached rows, the latent part first; float32, float16,
-            bfloat16 or float8_e4m3fn; or uint8 packed rows. Rows that no request names may hold anything, NaN too.
+            bfloat16 or float8_e4m3fn; or uint8 rows of kv_packed. Rows that no request names may hold anything, NaN too.
         q_indptr: int32 [b + 1]; request r owns the query rows q_indptr[r] to q_indptr[r + 1].
         kv_len: int32 [b] cached rows of each request, its tree rows included: they are the last ones.
         tree: who sees whom. int32 [total_q]: parents within the request's tree, -1 for its root. uint32 or int32
@@ -141,7 +146,8 @@ def verify(
         page_size: tokens a page. By default that of a kv of three axes, else 1.
         d_v: latent width, 512 by default if d_qk is 576 or 512.
         kv_scale: real row = stored row * kv_scale.
-        kv_packed: kv holds packed rows (d_v e4m3 latents, float32 scales of 128 each, bfloat16 rope) as uint8.
+        kv_packed: what a kv of uint8 holds. True or "e4m3_packed": rows of d_v e4m3 latents, float32 scales of 128 each,
+            bfloat16 rope. "q8_0": rows of llama.cpp's q8_0, blocks of a float16 scale and 32 int8; on the host only.
         max_q_len: on a GPU, the most nodes of a request; 0: what total_q allows. A request past it comes out inert.
         max_kv_len: on a GPU, the most cached rows of a request; 0: what the page table allows.
         out: [total_q, h_q, d_v] contiguous float32, float16 or bfloat16 to write into; made if None.
@@ -265,7 +271,7 @@ class Planner:
         page_size: int | None = None,
         d_v: int | None = None,
         kv_scale: float = 1.0,
-        kv_packed: bool = False,
+        kv_packed: bool | str = False,
         max_q_len: int = 0,
         max_kv_len: int = 0,
         out_dtype: Any = None,

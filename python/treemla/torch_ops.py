@@ -39,7 +39,7 @@ def _call(
     page_size: int,
     d_v: int,
     kv_scale: float,
-    kv_packed: bool,
+    kv_packed: str,
     max_q_len: int,
     max_kv_len: int,
     backend: str,
@@ -91,7 +91,7 @@ def verify_op(
     page_size: int,
     d_v: int,
     kv_scale: float,
-    kv_packed: bool,
+    kv_packed: str,
     max_q_len: int,
     max_kv_len: int,
     backend: str,
@@ -134,7 +134,7 @@ def verify_into_op(
     page_size: int,
     d_v: int,
     kv_scale: float,
-    kv_packed: bool,
+    kv_packed: str,
     max_q_len: int,
     max_kv_len: int,
     backend: str,
@@ -199,7 +199,8 @@ def compiled_verify(
         d_v = 512
     arguments = (
         q, kv, q_indptr, kv_len, parents, mask, float(sm_scale), page_table, page_indptr, page_indices, page_size or 0,
-        d_v, float(kv_scale), kv_packed, max_q_len, max_kv_len, backend, num_threads, batch_invariant, split_keys,
+        d_v, float(kv_scale), _verify.packed_dtype(kv_packed), max_q_len, max_kv_len, backend, num_threads,
+        batch_invariant, split_keys,
     )  # fmt: skip
     if out is None:
         dtype = _arrays.dtype_name(q.dtype if out_dtype is None else out_dtype)

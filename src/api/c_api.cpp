@@ -37,6 +37,7 @@ static_assert(static_cast<int>(DType::kF32) == TREEMLA_F32 && static_cast<int>(D
 static_assert(static_cast<int>(DType::kBF16) == TREEMLA_BF16);
 static_assert(static_cast<int>(DType::kF8E4M3) == TREEMLA_F8E4M3);
 static_assert(static_cast<int>(DType::kF8E4M3Packed) == TREEMLA_F8E4M3_PACKED);
+static_assert(static_cast<int>(DType::kQ8) == TREEMLA_Q8);
 static_assert(static_cast<int>(KvLayout::kRowMajor) == TREEMLA_KV_ROW_MAJOR);
 static_assert(static_cast<int>(KvLayout::kInterleaved) == TREEMLA_KV_INTERLEAVED);
 static_assert(static_cast<int>(IndexType::kI32) == TREEMLA_I32);

@@ -28,7 +28,7 @@ static_assert(std::endian::native == std::endian::little, "case files are little
 constexpr std::string_view kFormat = "kdtr";
 constexpr std::string_view kVersion = "1";
 constexpr std::string_view kLseBase = "e";
-constexpr std::string_view kPackedLayout = dtype_name(DType::kF8E4M3Packed);
+constexpr DType kPackedDtypes[] = {DType::kF8E4M3Packed, DType::kQ8};  // values of kv_layout, by their names
 // The order in which new cases write them.
 constexpr std::string_view kMetadataKeys[] = {"format",   "version",   "d_v",   "d_rope",
                                               "sm_scale", "page_size", "mask",  "lse_base",
@@ -125,8 +125,14 @@ void read_fields(Case& c, const safetensors::Metadata& metadata) {
   }
   if (!known) fail("mask", fmt::format("{}, must be \"tree\", \"causal\" or \"none\"", in_quotes(mask)));
   c.kv_scale = reader.find("kv_scale") ? reader.real("kv_scale") : 1.0;
-  c.kv_packed = reader.find("kv_layout") != nullptr;
-  if (c.kv_packed) reader.expect("kv_layout", kPackedLayout);
+  c.kv_packed.reset();
+  if (const std::string* layout = reader.find("kv_layout")) {
+    for (const DType t : kPackedDtypes) {
+      if (*layout == dtype_name(t)) c.kv_packed = t;
+    }
+    if (!c.kv_packed)
+      fail("kv_layout", fmt::format("{}, must be \"e4m3_packed\" or \"q8_0\"", in_quotes(*layout)));
+  }
   c.source = reader.find("source") ? *reader.find("source") : "";
 }
 
@@ -142,7 +148,7 @@ std::string field_text(const Case& c, std::string_view key) {
   if (key == "mask") return std::string(mask_name(c.mask));
   if (key == "lse_base") return std::string(kLseBase);
   if (key == "kv_scale") return double_text(c.kv_scale);
-  if (key == "kv_layout") return std::string(kPackedLayout);
+  if (key == "kv_layout") return std::string(c.kv_packed ? dtype_name(*c.kv_packed) : "");
   return c.source;
 }
 
@@ -187,7 +193,10 @@ void check_fields(const Case& c) {
   };
   positive("sm_scale", c.sm_scale);
   positive("kv_scale", c.kv_scale);
-  if (c.kv_packed) check_kv_widths(c.shape, DType::kF8E4M3Packed);
+  if (!c.kv_packed) return;
+  if (!has_scales(*c.kv_packed))
+    fail("kv_layout", fmt::format("{}, must be e4m3_packed or q8_0", dtype_name(*c.kv_packed)));
+  check_kv_widths(c.shape, *c.kv_packed);
 }
 
 struct Dim {
@@ -234,7 +243,7 @@ void check_tensors(const Case& c) {
   const CaseTensor* kv =
       c.kv_packed
           ? check_tensor(c, "kv", true, {"U8"},
-                         {{"rows", kAny}, {"row_bytes", kv_row_elements(c.shape, DType::kF8E4M3Packed)}})
+                         {{"rows", kAny}, {"row_bytes", kv_row_elements(c.shape, *c.kv_packed)}})
           : check_tensor(c, "kv", true, {"F32", "F16", "BF16", "F8_E4M3"}, {{"rows", kAny}, {"d_qk", d_qk}});
   if (kv->shape[0] % c.page_size != 0) {
     fail("kv", fmt::format("{} rows, must be a multiple of page_size {}", kv->shape[0], c.page_size));
@@ -287,8 +296,7 @@ std::string field_of(const std::string& argument) {
   return argument;
 }
 
-// What the address of a tensor must be a multiple of. The numbers in packed rows are wider than the bytes they
-// are stored as.
+// What the address of a tensor must be a multiple of. The scales in rows of bytes are wider than those.
 std::size_t alignment_of(const CaseTensor& t) {
   if (t.name == "kv" && t.dtype == "U8") return dtype_alignment(DType::kF8E4M3Packed);
   return static_cast<std::size_t>(safetensors::find_dtype(t.dtype)->bytes);
@@ -386,7 +394,7 @@ VerifyProblem Case::problem() const {
   p.b = b();
   p.q = {.data = q.data, .dtype = case_dtype(q.dtype), .total_q = total_q()};
   p.kv = {.data = kv_pool.data,
-          .dtype = kv_packed ? DType::kF8E4M3Packed : case_dtype(kv_pool.dtype),
+          .dtype = kv_packed ? *kv_packed : case_dtype(kv_pool.dtype),
           .num_pages = kv_pool.shape[0] / page_size,
           .page_size = page_size,
           .scale = kv_scale};

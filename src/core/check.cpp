@@ -57,8 +57,8 @@ void check_enum(const char* argument, E value, E last, std::string_view allowed)
 }
 
 void check_wide_dtype(const char* argument, DType dtype) {
-  check_enum(argument, dtype, DType::kF8E4M3Packed, "fp32, fp16, bf16");
-  if (is_fp8(dtype)) {
+  check_enum(argument, dtype, DType::kQ8, "fp32, fp16, bf16");
+  if (is_cache_only(dtype)) {
     fail(argument, "{} = {} is for caches only: allowed are fp32, fp16, bf16", argument, dtype_name(dtype));
   }
 }
@@ -114,20 +114,24 @@ void check_query(const VerifyProblem& p) {
 }
 
 void check_pool(const VerifyProblem& p) {
-  check_enum("kv.dtype", p.kv.dtype, DType::kF8E4M3Packed, "fp32, fp16, bf16, e4m3, e4m3_packed");
+  check_enum("kv.dtype", p.kv.dtype, DType::kQ8, "fp32, fp16, bf16, e4m3, e4m3_packed, q8_0");
   check_kv_widths(p.shape, p.kv.dtype);
   check_kv_layout(p.shape, p.kv.dtype, p.kv.layout);
   check_scale("kv.scale", p.kv.scale);
   check_not_negative("kv.num_pages", p.kv.num_pages);
   if (p.kv.page_size < 1) fail("kv.page_size", "kv.page_size = {} must be at least 1", p.kv.page_size);
   const int64_t num_rows = saturating_mul(p.kv.num_pages, p.kv.page_size);
-  const bool packed = p.kv.dtype == DType::kF8E4M3Packed;
+  const bool packed = p.kv.dtype == DType::kF8E4M3Packed, q8 = p.kv.dtype == DType::kQ8;
   check_stride("kv.row_stride", p.kv.row_stride, num_rows, kv_row_elements(p.shape, p.kv.dtype),
-               packed ? "the bytes of a packed row" : "d_qk");
+               packed ? "the bytes of a packed row"
+               : q8   ? "the bytes of a q8_0 row"
+                      : "d_qk");
   const int64_t row_alignment = kv_alignment(p.kv) / static_cast<int64_t>(dtype_bytes(p.kv.dtype));
   if (num_rows > 1 && p.kv.row_stride % row_alignment != 0) {
     fail("kv.row_stride", "kv.row_stride = {} must be a multiple of {}: {}", p.kv.row_stride, row_alignment,
-         packed ? "e4m3_packed rows hold float32 scales" : "interleaved rows are words of two elements");
+         packed ? "e4m3_packed rows hold float32 scales"
+         : q8   ? "q8_0 rows hold fp16 scales"
+                : "interleaved rows are words of two elements");
   }
   check_bytes("kv", saturating_mul(num_rows, kv_row_stride(p)),
               static_cast<int64_t>(dtype_bytes(p.kv.dtype)));

@@ -72,7 +72,7 @@ inline uint8_t float_to_e4m3(float x) {
   return static_cast<uint8_t>(sign | ((r >> 20) - (120u << 3)));
 }
 
-// Element i of an array of any dtype but kF8E4M3Packed, whose rows are not made of one kind of element: core/kv_row.hpp has
+// Element i of an array of any dtype but those with scales, whose rows are not made of one kind of element: core/kv_row.hpp has
 // those, and here they are NaN, so that a mistake shows.
 inline float load_element(const void* data, DType t, int64_t i) {
   const auto* bytes = static_cast<const unsigned char*>(data);
@@ -91,6 +91,7 @@ inline float load_element(const void* data, DType t, int64_t i) {
     case DType::kF8E4M3:
       return e4m3_to_float(bytes[i]);
     case DType::kF8E4M3Packed:
+    case DType::kQ8:
       break;
   }
   return std::numeric_limits<float>::quiet_NaN();
@@ -115,6 +116,7 @@ inline void store_element(void* data, DType t, int64_t i, float x) {
       bytes[i] = float_to_e4m3(x);
       return;
     case DType::kF8E4M3Packed:
+    case DType::kQ8:
       return;
   }
 }

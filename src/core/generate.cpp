@@ -61,7 +61,7 @@ inline float normal_from_hash(uint64_t h) {
 // Uniform in [0, n), n < 2^32.
 uint32_t below(uint64_t hash, uint64_t n) { return static_cast<uint32_t>(((hash >> 32) * n) >> 32); }
 
-// Of the numbers that a dtype can stand for. Those of packed rows end with the bf16 of their rope.
+// Of the numbers that a dtype can stand for. Those of e4m3_packed rows end with the bf16 of their rope.
 double largest(DType t) {
   switch (t) {
     case DType::kF32:
@@ -72,6 +72,8 @@ double largest(DType t) {
       return 65504;
     case DType::kF8E4M3:
       return 448;
+    case DType::kQ8:
+      return 127 * 65504.0;
   }
   return 0;
 }
@@ -87,6 +89,8 @@ double smallest_normal(DType t) {
       return 0x1p-6;
     case DType::kF8E4M3Packed:
       return 0x1p-117;  // 512 times that of float32: a scale is a group's largest latent / 448
+    case DType::kQ8:
+      return 0x1p-7;  // the same of fp16: a scale is a block's largest column / 127
   }
   return 0;
 }
@@ -102,12 +106,13 @@ const char* tensor_dtype(DType t) {
     case DType::kF8E4M3:
       return "F8_E4M3";
     case DType::kF8E4M3Packed:
+    case DType::kQ8:
       return "U8";
   }
   return "?";
 }
 
-// Elements first .. first + n of the stream `key`, times `scale`, to dst. No packed rows: fill_row().
+// Elements first .. first + n of the stream `key`, times `scale`, to dst. No rows with scales: fill_row().
 void fill_normal(std::byte* dst, DType t, uint64_t key, uint64_t first, int64_t n, float scale) {
   const auto fill = [&](auto* to, auto convert) {
     for (int64_t i = 0; i < n; ++i) {
@@ -128,6 +133,7 @@ void fill_normal(std::byte* dst, DType t, uint64_t key, uint64_t first, int64_t 
       fill(reinterpret_cast<uint8_t*>(dst), float_to_e4m3);
       break;
     case DType::kF8E4M3Packed:
+    case DType::kQ8:
       break;
   }
 }
@@ -136,10 +142,10 @@ void fill_normal(std::byte* dst, DType t, uint64_t key, uint64_t first, int64_t 
 void fill_row(std::byte* dst, const MlaShape& shape, DType t, uint64_t key, int64_t i, float scale) {
   const int d_qk = shape.d_qk();
   const auto first = static_cast<uint64_t>(i) * static_cast<uint64_t>(d_qk);
-  if (t != DType::kF8E4M3Packed) return fill_normal(dst, t, key, first, d_qk, scale);
+  if (!has_scales(t)) return fill_normal(dst, t, key, first, d_qk, scale);
   std::vector<float> row(static_cast<std::size_t>(d_qk));
   fill_normal(reinterpret_cast<std::byte*>(row.data()), DType::kF32, key, first, d_qk, scale);
-  store_packed_row(row.data(), shape, dst);
+  (t == DType::kQ8 ? store_q8_row : store_packed_row)(row.data(), shape, dst);
 }
 
 // body(begin, end) over chunks of [0, n), on every core when there is enough to do.
@@ -248,7 +254,7 @@ Sizes check_spec(const CaseSpec& s) {
     fail("shape.d_rope", "shape.d_rope = {} is outside [0, {}]: d_qk is at most {}", s.shape.d_rope,
          kMaxWidth - s.shape.d_v, kMaxWidth);
   }
-  if (is_fp8(s.q_dtype)) {
+  if (is_cache_only(s.q_dtype)) {
     fail("q_dtype", "q_dtype = {} is for caches only: allowed are fp32, fp16, bf16", dtype_name(s.q_dtype));
   }
   check_kv_widths(s.shape, s.kv_dtype);
@@ -429,7 +435,7 @@ Case generate_case(const CaseSpec& s) {
   c.page_size = s.page_size;
   c.mask = s.mask;
   c.kv_scale = s.kv_scale;
-  c.kv_packed = s.kv_dtype == DType::kF8E4M3Packed;
+  if (has_scales(s.kv_dtype)) c.kv_packed = s.kv_dtype;
   c.source = "treemla generator: " + describe(s);
 
   {

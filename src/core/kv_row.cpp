@@ -3,12 +3,20 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "core/fail.hpp"
 
 namespace treemla {
 
 void check_kv_widths(const MlaShape& s, DType dtype) {
+  if (dtype == DType::kQ8) {
+    for (const auto& [name, width] : {std::pair{"shape.d_v", s.d_v}, std::pair{"shape.d_rope", s.d_rope}}) {
+      if (width % kQ8Block != 0)
+        fail(name, "{} = {} must be a multiple of {}, the columns that share a scale of {}", name, width,
+             kQ8Block, dtype_name(dtype));
+    }
+  }
   if (dtype != DType::kF8E4M3Packed) return;
   if (s.d_v % kPackedGroup != 0) {
     fail("shape.d_v", "shape.d_v = {} must be a multiple of {}, the latents that share a scale of {}", s.d_v,
@@ -37,8 +45,31 @@ void store_packed_row(const float* from, const MlaShape& shape, void* row) {
     store_element(bytes + packed_rope_offset(shape), DType::kBF16, i, from[shape.d_v + i]);
 }
 
+void store_q8_row(const float* from, const MlaShape& shape, void* row) {
+  constexpr float kLargest = 127, kLargestScale = 65504;
+  auto* to = static_cast<unsigned char*>(row);
+  for (int block = 0; block < shape.d_qk() / kQ8Block; ++block, from += kQ8Block, to += kQ8BlockBytes) {
+    float largest = 0;
+    bool finite = true;
+    for (int i = 0; i < kQ8Block; ++i) {
+      largest = std::max(largest, std::fabs(from[i]));
+      finite = finite && std::isfinite(from[i]);
+    }
+    if (!finite) {
+      fill_nan(to, DType::kQ8, kQ8BlockBytes);
+      continue;
+    }
+    store_element(to, DType::kF16, 0, std::min(largest / kLargest, kLargestScale));
+    const double scale = q8_scale(to, 0);  // double: a quotient near a tie stays on its side
+    for (int i = 0; i < kQ8Block; ++i) {
+      const double x = scale > 0 ? std::nearbyint(from[i] / scale) : 0;  // too small for any fp16 scale: 0
+      to[2 + i] = static_cast<unsigned char>(static_cast<int>(std::clamp<double>(x, -kLargest, kLargest)));
+    }
+  }
+}
+
 void fill_nan(void* data, DType dtype, int64_t n) {
-  if (dtype == DType::kF8E4M3Packed) {
+  if (has_scales(dtype)) {
     std::memset(data, 0xFF, static_cast<std::size_t>(n));
     return;
   }

@@ -32,8 +32,13 @@ inline float packed_scale(const void* row, const MlaShape& shape, int g) {
   return scale;
 }
 
+// The scale of columns kQ8Block * block and on of a row of kQ8.
+inline float q8_scale(const void* row, int block) {
+  return load_element(static_cast<const char*>(row) + block * kQ8BlockBytes, DType::kF16, 0);
+}
+
 // The row at `row`, KvPool::scale left out, to to[0:d_qk]. T is float or double; e4m3 times a float32 scale is exact in double
-// and rounded once in float, everything else exact in both.
+// and rounded once in float, everything else exact in both: int8 times fp16 needs 18 bits.
 template <class T>
 void load_kv_row(const void* row, const MlaShape& shape, DType dtype, T* to,
                  KvLayout layout = KvLayout::kRowMajor) {
@@ -41,8 +46,16 @@ void load_kv_row(const void* row, const MlaShape& shape, DType dtype, T* to,
     for (int i = 0; i < shape.d_qk(); ++i) to[i] = load_element(row, dtype, interleaved_element(i));
     return;
   }
-  if (dtype != DType::kF8E4M3Packed) {
+  if (!has_scales(dtype)) {
     for (int i = 0; i < shape.d_qk(); ++i) to[i] = load_element(row, dtype, i);
+    return;
+  }
+  if (dtype == DType::kQ8) {
+    const auto* bytes = static_cast<const int8_t*>(row);
+    for (int i = 0; i < shape.d_qk(); ++i) {
+      const int block = i / kQ8Block;
+      to[i] = static_cast<T>(bytes[2 + i + 2 * block]) * static_cast<T>(q8_scale(row, block));
+    }
     return;
   }
   for (int i = 0; i < shape.d_v; ++i) {
@@ -56,7 +69,12 @@ void load_kv_row(const void* row, const MlaShape& shape, DType dtype, T* to,
 // from[0:d_qk] as a row of kF8E4M3Packed: the largest latent of a group becomes 448, the largest e4m3.
 void store_packed_row(const float* from, const MlaShape& shape, void* row);
 
-// n elements of NaN; of a packed pool, bytes that are NaN as latents, as scales and as rope.
+// from[0:d_qk] as a row of kQ8. A scale is the largest magnitude of its block / 127, rounded to fp16 and at most its largest number;
+// a column is divided by that and rounded to the nearest integer, ties to even, within +-127. int8 has no NaN: a block with NaN or
+// infinity in it gets a scale of NaN, and so is NaN as a whole.
+void store_q8_row(const float* from, const MlaShape& shape, void* row);
+
+// n elements of NaN; of a pool with scales, bytes that are NaN as latents, as scales and as rope.
 void fill_nan(void* data, DType dtype, int64_t n);
 
 }  // namespace treemla

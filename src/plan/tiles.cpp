@@ -64,6 +64,7 @@ std::vector<KernelModel> kernel_models(const DeviceModel& device, const MlaShape
                                        int requests, int rows, int64_t keys, bool batch_invariant) {
   if (device.arch == "cpu") return {{"cpu_simd", cpu_simd_tile(rows), 1, 0, 0, false}};
   std::vector<KernelModel> models;
+  if (kv_dtype == DType::kQ8) return models;  // caches for CPUs
   const auto add = [&](const char* backend, const TilePolicy& tile, int threads, int64_t smem_bytes,
                        int registers = 0, bool tensor_cores = false) {
     if (registers == 0) registers = registers_of(backend, device, shape, kv_dtype);

@@ -523,7 +523,8 @@ class Gen(CliTest):
     def test_round_trip_of_every_mask_and_dtype(self):
         for mask in ("tree", "causal", "none"):
             for dtype, kv_dtype in (("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "bf16"), ("bf16", "e4m3"),
-                                    ("bf16", "e4m3_packed"), ("fp32", "bf16"), ("bf16", "fp32")):
+                                    ("bf16", "e4m3_packed"), ("bf16", "q8_0"), ("fp32", "q8_0"), ("fp32", "bf16"),
+                                    ("bf16", "fp32")):
                 with self.subTest(mask=mask, dtype=dtype, kv_dtype=kv_dtype):
                     name = f"{mask}-{dtype}-{kv_dtype}.kdtr"
                     path = self.gen(f"--h_q 2 --prefix 50 --budget 8 --mask {mask} --dtype {dtype} "
@@ -533,7 +534,8 @@ class Gen(CliTest):
                     header, _ = read_safetensors(path)
                     self.assertEqual(header["__metadata__"]["mask"], mask)
                     self.assertEqual(header["kv"]["dtype"],
-                                     {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "e4m3": "F8_E4M3", "e4m3_packed": "U8"}[kv_dtype])
+                                     {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "e4m3": "F8_E4M3", "e4m3_packed": "U8",
+                                      "q8_0": "U8"}[kv_dtype])
 
     def test_shapes(self):
         for i, options in enumerate((
@@ -542,6 +544,7 @@ class Gen(CliTest):
             "--h_q 2 --prefix 33 --budget 6 --d_rope 0",
             "--h_q 2 --prefix 100 --budget 3 --page_size 64 --kv_dtype e4m3 --kv_scale 0.25",
             "--h_q 2 --prefix 100 --budget 3 --page_size 64 --kv_dtype e4m3_packed --d_v 256 --kv_scale 0.37",
+            "--h_q 2 --prefix 100 --budget 3 --page_size 64 --kv_dtype q8_0 --d_v 256 --d_rope 32 --kv_scale 0.37",
             "--h_q 2 --prefix 100 --budget 3 --gain 0.01",
             "--h_q 2 --prefix 100 --budget 3 --gain 100",
             "--h_q 2 --requests 300:9,63:1,0:5,7:0 --page_size 16",
@@ -556,6 +559,15 @@ class Gen(CliTest):
         for options, says in (("--d_v 192", "d_v = 192 must be a multiple of 128"), ("--d_rope 31", "d_rope = 31 must be even")):
             with self.subTest(options=options):
                 result = treemla("gen", "--prefix", "9", "--kv_dtype", "e4m3_packed", *options.split(), "--out", self.path("y.kdtr"))
+                self.assert_refused(result, says)
+
+    def test_q8_rows(self):
+        header, _ = read_safetensors(self.gen("--h_q 2 --prefix 9 --budget 1 --kv_dtype q8_0"))
+        self.assertEqual(header["__metadata__"]["kv_layout"], "q8_0")
+        self.assertEqual((header["kv"]["dtype"], header["kv"]["shape"][1]), ("U8", 612))
+        for options, says in (("--d_v 500", "d_v = 500 must be a multiple of 32"), ("--d_rope 16", "d_rope = 16 must be a multiple of 32")):
+            with self.subTest(options=options):
+                result = treemla("gen", "--prefix", "9", "--kv_dtype", "q8_0", *options.split(), "--out", self.path("y.kdtr"))
                 self.assert_refused(result, says)
 
     def test_ragged_requests(self):
@@ -673,7 +685,7 @@ class Bench(CliTest):
 
     def test_masks_trees_and_batches(self):
         for options in ("--mask none --b 1,3", "--mask causal --tree chain", "--tree ddtree --s_q 33 --prefix 0",
-                        "--dtype fp32,fp16", "--dtype e4m3_packed"):
+                        "--dtype fp32,fp16", "--dtype e4m3_packed", "--dtype q8_0"):
             with self.subTest(options=options):
                 prefix = "" if "--prefix" in options else "--prefix 40 "
                 s_q = "" if "--s_q" in options else "--s_q 9 "
@@ -739,6 +751,11 @@ class PlanAndInfo(CliTest):
         plan = "plan --arch h200 --s_q 9 --prefix 991 --kv_dtype e4m3_packed"
         self.assertIn(" 656 kB of cache once", self.run_ok(plan))
         self.assert_refused(treemla(*plan.split(), "--d_v", "500"), "d_v = 500 must be a multiple of 128")
+
+    def test_q8_cache(self):
+        plan = "plan --s_q 9 --prefix 991 --kv_dtype q8_0 --arch"
+        self.assertRegex(self.run_ok(plan + " cpu"), r"612 kB of cache once(.|\n)*kernel +cpu_simd")
+        self.assertRegex(self.run_ok(plan + " h200"), "kernel +none")
 
     def test_ragged_and_listed(self):
         text = self.run_ok("plan --arch cpu --requests 300:9,63:1 --items 100 --workers 3")

@@ -192,6 +192,16 @@ TEST_P(CudaBackends, RefusesInterleavedCaches) {
   EXPECT_NE(why.find("kv.layout = interleaved"), std::string::npos) << why;
 }
 
+TEST_P(CudaBackends, RefusesQ8Caches) {
+  CaseSpec spec;
+  spec.requests = {{1, 1}};
+  spec.shape = {1, 512, 64};
+  spec.q_dtype = DType::kBF16;
+  spec.kv_dtype = DType::kQ8;
+  const std::string why = why_unsupported_hosted(GetParam(), generate_case(spec).problem());
+  EXPECT_NE(why.find("q8_0 caches"), std::string::npos) << why;
+}
+
 TEST_P(CudaBackends, RecordedCases) {
   for (const auto& entry : std::filesystem::directory_iterator(cases_dir())) {
     if (entry.path().extension() != ".kdtr") continue;

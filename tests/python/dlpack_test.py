@@ -98,6 +98,30 @@ def test_packed_rows(assert_close, make_case):
         treemla.verify(case.q, packed[..., :-1], kv_packed=True, **case.keywords)
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_q8_0_rows(assert_close, make_case, library):
+    case = make_case(d_v=256, d_rope=64)
+    blocks = np.nan_to_num(case.kv, nan=1.0).reshape(*case.kv.shape[:2], 10, 32)  # of rows that nobody names too
+    scales = (np.abs(blocks).max(-1, keepdims=True) / 127).astype(np.float16)
+    numbers = np.rint(blocks / scales.astype(np.float32)).clip(-127, 127).astype(np.int8)
+    kv = np.concatenate([scales.view(np.uint8), numbers.view(np.uint8)], axis=-1).reshape(*case.kv.shape[:2], 340)
+    real = (scales.astype(np.float32) * numbers).reshape(case.kv.shape)
+    q, keywords = case.q, case.keywords
+    if library == "torch":
+        torch = pytest.importorskip("torch")
+        q, kv, keywords = torch.from_numpy(q), torch.from_numpy(kv), as_library(torch_library()[0], keywords)
+    want = case.reference(kv=real)
+    got = treemla.verify(q, kv, kv_packed="q8_0", **keywords)
+    assert_close((np.asarray(got.out), np.asarray(got.lse)), want)
+    planner = treemla.Planner().plan(q, kv, kv_packed="q8_0", **keywords)
+    got = planner.run(q, kv)
+    assert_close((np.asarray(got.out), np.asarray(got.lse)), want)
+    with pytest.raises(treemla.InvalidArgument, match="kv has rows of 338: must be 340 bytes: q8_0 rows"):
+        treemla.verify(q, kv[..., :-2], kv_packed="q8_0", **keywords)
+    with pytest.raises(treemla.InvalidArgument, match='kv is uint8: .*"q8_0"'):
+        treemla.verify(q, kv, **keywords)
+
+
 def test_mixed_libraries(make_case):
     """All in one place is what counts, not whose they are; outputs go with q."""
     torch = pytest.importorskip("torch")

@@ -95,6 +95,8 @@ BAD = [
     ("page_size", 2**40, "page_size"),
     ("kv_scale", 0, "kv.scale = 0|kv_scale"),
     ("kv_packed", True, "kv is float32: must be uint8"),
+    ("kv_packed", "q8_0", "kv is float32: must be uint8"),
+    ("kv_packed", "q4_0", 'kv_packed = "q4_0": must be False, "e4m3_packed" .* or "q8_0"'),
     ("max_q_len", -1, "max_q_len = -1"),
     ("out", f32(15, 4, 33), r"out has shape \[15, 4, 33\]: must be \[total_q, h_q, d_v\] = \[15, 4, 32\]"),
     ("out", np.zeros((15, 4, 32), np.int32), "out is int32"),

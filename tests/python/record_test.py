@@ -48,6 +48,18 @@ def test_replays(make_case, tmp_path, treemla_command, fields, expected):
                 assert re.search(rf"^{path.stem} +{backend.name} .*PASS", text, re.M), (path.stem, backend.name)
 
 
+@pytest.mark.parametrize("packed, row_bytes", [(True, 128 + 4 + 2 * 32), ("q8_0", 160 // 32 * 34)])
+def test_rows_of_bytes_replay(make_case, tmp_path, treemla_command, packed, row_bytes):
+    case = make_case(d_v=128, d_rope=32)
+    kv = np.full((*case.kv.shape[:2], row_bytes), 0x22, np.uint8)  # small positive numbers of every kind
+    with treemla.record(tmp_path) as recorder:
+        treemla.verify(case.q, kv, kv_packed=packed, **case.keywords)
+        treemla.Planner().plan(case.q, kv, kv_packed=packed, **case.keywords).run(case.q, kv)
+    assert len(recorder.paths) == 2 and not recorder.skipped
+    assert f'"kv_layout":"{"e4m3_packed" if packed is True else packed}"'.encode() in recorder.paths[0].read_bytes()
+    replay(treemla_command, tmp_path)
+
+
 def test_only_rows_in_use_are_written(make_case, tmp_path):
     case = make_case(d_v=64, d_rope=32)
     pool = np.full((5000, 1, 96), np.nan, np.float32)

@@ -47,9 +47,13 @@ def check(path):
         sizes = {"d_v": d_v, "d_qk": d_v + d_rope}
         tensors = dict(TENSORS)
         if "kv_layout" in meta:
-            require(meta["kv_layout"] == "e4m3_packed", f"kv_layout is {meta['kv_layout']}")
-            require(d_v % 128 == 0 and d_rope % 2 == 0, f"packed rows of d_v {d_v}, d_rope {d_rope}")
-            sizes["row_bytes"] = d_v + d_v // 128 * 4 + d_rope * 2
+            require(meta["kv_layout"] in ("e4m3_packed", "q8_0"), f"kv_layout is {meta['kv_layout']}")
+            if meta["kv_layout"] == "q8_0":
+                require(d_v % 32 == 0 and d_rope % 32 == 0, f"q8_0 rows of d_v {d_v}, d_rope {d_rope}")
+                sizes["row_bytes"] = (d_v + d_rope) // 32 * 34
+            else:
+                require(d_v % 128 == 0 and d_rope % 2 == 0, f"packed rows of d_v {d_v}, d_rope {d_rope}")
+                sizes["row_bytes"] = d_v + d_v // 128 * 4 + d_rope * 2
             tensors["kv"] = ({"U8"}, ["rows", "row_bytes"], True)
         loaded = {}
         for name, (dtypes, symbols, required) in tensors.items():
@@ -81,8 +85,12 @@ def check(path):
             if "kv_layout" in meta:
                 tokens = np.arange(length)
                 rows = loaded["kv"][pages[tokens // page_size] * page_size + tokens % page_size]
-                scales = np.ascontiguousarray(rows[:, d_v : d_v + d_v // 32]).view("<f4")
-                require((scales > 0).all() and np.isfinite(scales).all(), f"request {r}: scales")
+                if meta["kv_layout"] == "q8_0":
+                    scales = np.ascontiguousarray(rows.reshape(length, -1, 34)[:, :, :2]).view("<f2")
+                else:
+                    scales = np.ascontiguousarray(rows[:, d_v : d_v + d_v // 32]).view("<f4")
+                positive = meta["kv_layout"] == "q8_0" or (scales > 0).all()
+                require(positive and np.isfinite(scales).all(), f"request {r}: scales")
             if meta["mask"] == "tree":
                 parents = loaded["parents"][begin:end]
                 require(parents[0] == -1 and all(0 <= p < i for i, p in enumerate(parents) if i), f"request {r}: parents")

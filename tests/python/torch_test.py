@@ -52,7 +52,7 @@ def test_equals_the_definition(make_case, assert_close, device, dtype):
 def test_operators_pass_opcheck(make_case, device):
     case = make_case(d_v=256, d_rope=64)
     q, kv, k = tensors(case, device, torch.bfloat16)
-    arguments = (q, kv, k["q_indptr"], k["kv_len"], k["tree"], "", 0.2, k["page_table"], None, None, 0, 256, 1.0, False, 0,
+    arguments = (q, kv, k["q_indptr"], k["kv_len"], k["tree"], "", 0.2, k["page_table"], None, None, 0, 256, 1.0, "", 0,
                  0, "best", 0, False, 0)  # fmt: skip
     # Not the schema check's clones of inputs with NaN in them: it finds NaN unequal to itself.
     kv.nan_to_num_()

@@ -90,12 +90,11 @@ struct Cache {
   DType dtype;
   KvLayout layout;
 };
-constexpr Cache kCaches[] = {{"bf16", DType::kBF16, KvLayout::kRowMajor},
-                             {"interleaved", DType::kBF16, KvLayout::kInterleaved},
-                             {"fp32", DType::kF32, KvLayout::kRowMajor},
-                             {"fp16", DType::kF16, KvLayout::kRowMajor},
-                             {"e4m3", DType::kF8E4M3, KvLayout::kRowMajor},
-                             {"e4m3_packed", DType::kF8E4M3Packed, KvLayout::kRowMajor}};
+constexpr Cache kCaches[] = {
+    {"bf16", DType::kBF16, KvLayout::kRowMajor},   {"interleaved", DType::kBF16, KvLayout::kInterleaved},
+    {"fp32", DType::kF32, KvLayout::kRowMajor},    {"fp16", DType::kF16, KvLayout::kRowMajor},
+    {"e4m3", DType::kF8E4M3, KvLayout::kRowMajor}, {"e4m3_packed", DType::kF8E4M3Packed, KvLayout::kRowMajor},
+    {"q8_0", DType::kQ8, KvLayout::kRowMajor}};
 
 // Of `target`, from here to the end of the scope.
 class Target {

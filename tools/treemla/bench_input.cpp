@@ -1,6 +1,7 @@
 #include "bench_input.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <numeric>
 
@@ -34,7 +35,7 @@ void fill_row(T* row, int count, const std::vector<std::byte>& table, uint64_t s
   }
 }
 
-// Consecutive elements of every row: `mean` plus `spread` times normal numbers.
+// Consecutive elements of every row: `mean` plus `spread` times normal numbers. Of kQ8, the int8.
 struct Field {
   DType dtype;
   int count;
@@ -48,8 +49,13 @@ void fill_rows(std::byte* data, const std::vector<Field>& fields, int64_t num_ro
   uint64_t hashes_per_row = 0;
   for (const Field& f : fields) {
     std::vector<std::byte>& table = tables.emplace_back(kDraws * dtype_bytes(f.dtype));
-    for (int i = 0; i < kDraws; ++i)
-      store_element(table.data(), f.dtype, i, f.mean + f.spread * counter_normal(stream, i));
+    for (int i = 0; i < kDraws; ++i) {
+      const float x = f.mean + f.spread * counter_normal(stream, i);
+      if (f.dtype == DType::kQ8)
+        table[i] = static_cast<std::byte>(static_cast<int8_t>(std::lrint(x)));
+      else
+        store_element(table.data(), f.dtype, i, x);
+    }
     row_bytes += static_cast<std::size_t>(f.count) * dtype_bytes(f.dtype);
     hashes_per_row += static_cast<uint64_t>(f.count / kDrawsPerHash + 1);
   }
@@ -72,10 +78,19 @@ void fill_rows(std::byte* data, const std::vector<Field>& fields, int64_t num_ro
   });
 }
 
-// Cached rows of N(0, 1). Packed latents fill the range of e4m3, and their scales are no powers of two.
+// Cached rows of N(0, 1). e4m3 latents and int8 fill their ranges, and scales are no powers of two.
 std::vector<Field> row_fields(DType dtype) {
+  if (dtype == DType::kQ8) {
+    constexpr float kUnit = 36;  // the largest of the normal numbers, 3.46, then is 125 of 127
+    std::vector<Field> fields;
+    for (int c = 0; c < kBenchLatent.d_qk(); c += kQ8Block) {
+      fields.push_back({DType::kF16, 1, 1 / kUnit, 0.1f / kUnit});
+      fields.push_back({DType::kQ8, kQ8Block, 0, kUnit});
+    }
+    return fields;
+  }
   if (dtype != DType::kF8E4M3Packed) return {{dtype, kBenchLatent.d_qk()}};
-  constexpr float kUnit = 128;  // the largest of the normal numbers, 3.46, then is 443 of 448
+  constexpr float kUnit = 128;  // 443 of 448
   return {{DType::kF8E4M3, kBenchLatent.d_v, 0, kUnit},
           {DType::kF32, kBenchLatent.d_v / kPackedGroup, 1 / kUnit, 0.1f / kUnit},
           {DType::kBF16, kBenchLatent.d_rope}};

@@ -52,7 +52,7 @@ class BenchInput {
   std::shared_ptr<std::byte> q_;
 };
 
-// fp8 caches go with bf16 queries, the others with queries and outputs of their own type.
-constexpr DType bench_q_dtype(DType kv_dtype) { return is_fp8(kv_dtype) ? DType::kBF16 : kv_dtype; }
+// Caches of 8 bits go with bf16 queries, the others with queries and outputs of their own type.
+constexpr DType bench_q_dtype(DType kv_dtype) { return is_cache_only(kv_dtype) ? DType::kBF16 : kv_dtype; }
 
 }  // namespace treemla::cli

@@ -331,8 +331,7 @@ Run add_bench(CLI::App& app, const std::string& command_line) {
   CLI::Option* h_q = add_int_list(*cmd, "--h_q", o->grid.h_q, 1, kMaxHeads, "query heads");
   CLI::Option* prefix =
       add_int_list(*cmd, "--prefix", o->grid.prefix, 0, kMaxPrefix, "cached tokens before the tree");
-  add_choice_list(*cmd, "--dtype", o->dtype, cache_dtypes(),
-                  "of the cache (e4m3, e4m3_packed: bf16 queries)");
+  add_choice_list(*cmd, "--dtype", o->dtype, cache_dtypes(), "of the cache (8 bits: bf16 queries)");
   add_choice(*cmd, "--kv_layout", o->kv_layout, {"row_major", "interleaved"},
              "of the cache's columns (interleaved: bf16 on CPUs)");
   add_int_list(*cmd, "--page_size", o->page_size, 1, kMaxPageSize, "tokens a page");

@@ -111,7 +111,7 @@ Run add_gen(CLI::App& app) {
   add_int(*cmd, "--d_v", o->d_v, 1, 4096, "latent width");
   add_int(*cmd, "--d_rope", o->d_rope, 0, 4096, "rope width");
   add_real(*cmd, "--sm_scale", o->sm_scale, 1e-6, 1e6, "factor of the scores");
-  add_real(*cmd, "--kv_scale", o->kv_scale, 1e-6, 1e6, "real cache row = stored row * this (FP8)");
+  add_real(*cmd, "--kv_scale", o->kv_scale, 1e-6, 1e6, "real cache row = stored row * this (FP8, q8_0)");
   add_real(*cmd, "--gain", o->gain, 0, 1e6,
            "standard deviation of the scores; small = near-uniform attention");
   add_int(*cmd, "--seed", o->seed, 0, INT64_MAX, "the same seed gives the same file");

@@ -163,7 +163,8 @@ struct Compacted {
 };
 Compacted compact(const VerifyProblem& p, const Path& path) {
   const std::size_t row_stride = static_cast<std::size_t>(kv_row_stride(p)) * dtype_bytes(p.kv.dtype);
-  const std::size_t row_bytes = static_cast<std::size_t>(p.shape.d_qk()) * dtype_bytes(p.kv.dtype);
+  const std::size_t row_bytes =
+      static_cast<std::size_t>(kv_row_elements(p.shape, p.kv.dtype)) * dtype_bytes(p.kv.dtype);
   const auto* before = static_cast<const std::byte*>(p.kv.data);
   std::vector<std::byte> pool(
       before, before + static_cast<std::size_t>(p.kv.num_pages * p.kv.page_size) * row_stride);

@@ -165,7 +165,7 @@ std::vector<std::string> query_dtypes() { return {"fp32", "fp16", "bf16"}; }
 
 std::vector<std::string> cache_dtypes() {
   std::vector<std::string> names = query_dtypes();
-  names.insert(names.end(), {"e4m3", "e4m3_packed"});
+  names.insert(names.end(), {"e4m3", "e4m3_packed", "q8_0"});
   return names;
 }
 

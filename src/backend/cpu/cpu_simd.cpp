@@ -1,7 +1,7 @@
 // cpu_simd: flash-style attention on CPU threads. Plans with the split planner (a worker is a thread), runs
 // the kernel of simd_kernel.cpp on each work item, then merges the partials.
 //
-// Inputs fp32, bf16, fp16, e4m3, widened exactly, and e4m3_packed, whose latents are rounded once to float32;
+// Inputs fp32, bf16, fp16, e4m3, q8_0, widened exactly, and e4m3_packed, whose latents are rounded once to float32;
 // every product and sum in float32; outputs rounded once. Where bf16 dot products are the faster instruction, bf16 queries
 // and caches go through them: exact products, sums in float32, attention weights rounded to bf16.
 

@@ -7,7 +7,7 @@
 //
 // Per block of 32 columns AVX-512 widens two vectors a key for 16 FMAs of eight rows: 4 instructions from rows in order, 2 from
 // interleaved ones, which compete with the FMAs for two ports. So 80% and 89% of the FMA peak are what to expect from data in
-// L1. Cached rows are read twice a tile, from L2.
+// L1. q8_0 rows take 6, and some for the scale. Cached rows are read twice a tile, from L2.
 
 #include <algorithm>
 #include <type_traits>
@@ -64,11 +64,19 @@ struct InterleavedRows {
 struct Fp16Rows {
   const uint16_t* const* rows;
   HWY_INLINE void load(int key, int c, V& lower, V& upper) const {
-    const D d;
-    const hn::Rebind<hwy::float16_t, D> df16;
-    const auto* from = reinterpret_cast<const hwy::float16_t*>(rows[key]) + c;
-    lower = hn::PromoteTo(d, hn::LoadU(df16, from));
-    upper = hn::PromoteTo(d, hn::LoadU(df16, from + kHalfBlock));
+    const hn::Rebind<uint16_t, D> du16;
+    lower = widen_f16(hn::LoadU(du16, rows[key] + c));
+    upper = widen_f16(hn::LoadU(du16, rows[key] + c + kHalfBlock));
+  }
+};
+
+struct Q8Rows {
+  const uint16_t* const* rows;
+  HWY_INLINE void load(int key, int c, V& lower, V& upper) const {
+    const auto* block = reinterpret_cast<const int8_t*>(rows[key]) + c / kQ8Block * kQ8BlockBytes;
+    const V scale = q8_scale_of(block);
+    lower = widen_int8(block + 2 + c % kQ8Block, scale);
+    upper = widen_int8(block + 2 + c % kQ8Block + kHalfBlock, scale);
   }
 };
 

@@ -20,7 +20,7 @@
 // to bf16. Mask, softmax and output are the same.
 //
 // A group of at most 16 rows goes to few_rows-inl.hpp, with the columns along the vectors. If it is alone and the cache has 16
-// bits, T is not made either: cached rows are widened in registers.
+// bits, or is q8_0 and the rows are one block, T is not made either: cached rows are widened in registers.
 //
 // Otherwise a row's arithmetic does not depend on its neighbours, on MR or on NV: every accumulator is one chain of
 // FMAs over k, restarted every kDepth terms. So any tiling of rows gives equal bits.
@@ -243,9 +243,9 @@ struct Worker {
   bool direct;                     // are the tile's rows read where they lie?
   const float* floats[kSimdKeys];  // the tile's rows
 
-  // Instead of the tile, with dot products and for few rows of a 16-bit cache:
+  // Instead of the tile, with dot products and where widens_as_it_reads():
   bool dot, narrow;
-  const uint16_t* keys[kSimdKeys];  // the tile's cached rows
+  const uint16_t* keys[kSimdKeys];  // the tile's cached rows, as they lie
   uint16_t* zeros;                  // [d_qk] a key that adds nothing
   // With dot products, in the place of the tile (but for its last two rows, used as float32 rows):
   uint32_t* values;                     // [d_v / 64, kSimdKeys / 2, 64] words
@@ -269,7 +269,7 @@ struct Worker {
         ahead(it),
         direct(in_place()),
         dot(use_dot),
-        narrow(!dot && few(0) && (it.kv_dtype == DType::kBF16 || it.kv_dtype == DType::kF16)),
+        narrow(!dot && few(0) && widens_as_it_reads()),
         zeros(reinterpret_cast<uint16_t*>(s + lay.zeros)),
         values(reinterpret_cast<uint32_t*>(tile)),
         weights(reinterpret_cast<uint32_t*>(s + lay.weights)) {}
@@ -278,6 +278,11 @@ struct Worker {
   bool few(int g) const {
     return group_rows(g) <= kFewRows && !item.fixed_order && d_qk % kColumnBlock == 0 &&
            d_v % kColumnBlock == 0;
+  }
+  // Cached rows that cost no more to widen on their way into the products, again and again, than to write widened and read.
+  bool widens_as_it_reads() const {
+    return item.kv_dtype == DType::kBF16 || item.kv_dtype == DType::kF16 ||
+           (item.kv_dtype == DType::kQ8 && num_few_blocks(rows) == 1);
   }
   bool interleaved() const { return item.kv_layout == KvLayout::kInterleaved; }
   float* group_q(int g) { return q + static_cast<int64_t>(g) * kSimdRows * d_qk; }
@@ -372,6 +377,8 @@ struct Worker {
     const void* from = cached_row(key);
     if (item.kv_dtype == DType::kF8E4M3Packed)
       widen_packed_row(from, item.shape, to);
+    else if (item.kv_dtype == DType::kQ8)
+      widen_q8_row(from, d_qk, to);
     else if (interleaved())
       widen_interleaved_row(from, d_qk, to);
     else
@@ -459,6 +466,7 @@ struct Worker {
   HWY_INLINE void with_few_keys(Fn fn) {
     if (!narrow) return fn(Float32Rows{floats});
     if (item.kv_dtype == DType::kF16) return fn(Fp16Rows{keys});
+    if (item.kv_dtype == DType::kQ8) return fn(Q8Rows{keys});
     if (interleaved()) return fn(InterleavedRows{keys});
     fn(Bf16Rows{keys});
   }

@@ -25,7 +25,8 @@ using D = hn::ScalableTag<float>;
 using V = hn::Vec<D>;
 constexpr int kLanes = HWY_LANES(float);
 constexpr bool kManyRegisters = (HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3) || HWY_ARCH_ARM_A64;  // 32, not 16
-static_assert(kPackedGroup % kLanes == 0 && kInterleavedBlock / 2 % kLanes == 0);
+static_assert(kPackedGroup % kLanes == 0 && kQ8Block / 2 % kLanes == 0 &&
+              kInterleavedBlock / 2 % kLanes == 0);
 
 // kLanes e4m3 numbers. Exponent and mantissa move up 20 bits and the bias from 7 to 127. Exponent 0 means no
 // implicit one: read it as 2^-6 * (1 + man / 8) and take 2^-6 away again, which is exact and meets no float32
@@ -45,12 +46,24 @@ HWY_INLINE V widen_e4m3(const uint8_t* from) {
   return hn::Or(v, hn::BitCast(d, sign));
 }
 
+// fp16 numbers, as their bits. Where the CPU has no instruction for it, Highway takes the exponent of infinity and NaN for one more
+// power of two.
+HWY_INLINE V widen_f16(hn::Vec<hn::Rebind<uint16_t, D>> bits) {
+  const D d;
+  const V v = hn::PromoteTo(d, hn::BitCast(hn::Rebind<hwy::float16_t, D>(), bits));
+#if HWY_TARGET >= HWY_SSE4
+  const V exponent = hn::BitCast(d, hn::Set(hn::RebindToUnsigned<D>(), 0x7F800000u));
+  return hn::IfThenElse(hn::Ge(hn::Abs(v), hn::Set(d, 65536.0f)), hn::Or(v, exponent), v);
+#else
+  return v;
+#endif
+}
+
 // Widens n elements to float32; writes whole vectors, so `to` has room up to the next multiple of kLanes.
 HWY_INLINE void widen_row(const void* from, DType dtype, int n, float* HWY_RESTRICT to) {
   const D d;
   const hn::Rebind<uint32_t, D> du32;
   const hn::Rebind<uint16_t, D> du16;
-  const hn::Rebind<hwy::float16_t, D> df16;
   int i = 0;
   const int whole = n - n % kLanes;
   switch (dtype) {
@@ -66,8 +79,8 @@ HWY_INLINE void widen_row(const void* from, DType dtype, int n, float* HWY_RESTR
       break;
     }
     case DType::kF16: {
-      const hwy::float16_t* f = static_cast<const hwy::float16_t*>(from);
-      for (; i < whole; i += kLanes) hn::Store(hn::PromoteTo(d, hn::LoadU(df16, f + i)), d, to + i);
+      const uint16_t* f = static_cast<const uint16_t*>(from);
+      for (; i < whole; i += kLanes) hn::Store(widen_f16(hn::LoadU(du16, f + i)), d, to + i);
       break;
     }
     case DType::kF8E4M3: {
@@ -76,7 +89,8 @@ HWY_INLINE void widen_row(const void* from, DType dtype, int n, float* HWY_RESTR
       break;
     }
     case DType::kF8E4M3Packed:
-      break;  // widen_packed_row()
+    case DType::kQ8:
+      break;  // widen_packed_row(), widen_q8_row()
   }
   for (; i < n; ++i) to[i] = load_element(from, dtype, i);
 }
@@ -91,6 +105,29 @@ HWY_INLINE void widen_packed_row(const void* from, const MlaShape& shape, float*
       hn::Store(hn::Mul(widen_e4m3(latents + j), scale), d, to + j);
   }
   widen_row(latents + packed_rope_offset(shape), DType::kBF16, shape.d_rope, to + shape.d_v);
+}
+
+// The scale that a block of kQ8 begins with, in all lanes.
+HWY_INLINE V q8_scale_of(const void* block) {
+  return widen_f16(hn::Set(hn::Rebind<uint16_t, D>(), *static_cast<const uint16_t*>(block)));
+}
+
+// kLanes int8, times a scale.
+HWY_INLINE V widen_int8(const int8_t* from, V scale) {
+  const D d;
+  const hn::Rebind<int32_t, D> di32;
+  const hn::Rebind<int8_t, D> di8;
+  return hn::Mul(hn::ConvertTo(d, hn::PromoteTo(di32, hn::LoadU(di8, from))), scale);
+}
+
+// A row of kQ8: n is a multiple of kQ8Block.
+HWY_INLINE void widen_q8_row(const void* from, int n, float* HWY_RESTRICT to) {
+  const D d;
+  const auto* at = static_cast<const int8_t*>(from);
+  for (int block = 0; block < n / kQ8Block; ++block, at += kQ8BlockBytes, to += kQ8Block) {
+    const V scale = q8_scale_of(at);
+    for (int c = 0; c < kQ8Block; c += kLanes) hn::Store(widen_int8(at + 2 + c, scale), d, to + c);
+  }
 }
 
 // The vectors at columns c and c + kInterleavedBlock / 2 of an interleaved bf16 row: the halves of the same words.

@@ -226,6 +226,7 @@ Support CudaBackend::supports(const VerifyProblem& p) const {
     return Support::no(fmt::format("b = {}: takes up to {} requests", p.b, kMaxRequests - 1));
   if (p.kv.layout != KvLayout::kRowMajor)
     return Support::no("kv.layout = interleaved: takes row_major, interleaved caches are for CPUs");
+  if (p.kv.dtype == DType::kQ8) return Support::no("q8_0 caches: only cpu_simd and cpu_oracle take them");
   if (is_fp8(p.kv.dtype) && !takes_fp8_)
     return Support::no(fmt::format("{} caches: takes fp32, bf16, fp16", dtype_name(p.kv.dtype)));
   if (needs_bits(p) && p.q.total_q * 4 * words_per_row(q_len_bound(p)) > kMaxBitsBytes)
