@@ -19,6 +19,9 @@
 // T is not made, S^T comes from the cached rows themselves, V is the tile's rows two keys a word, and P^T is rounded
 // to bf16. Mask, softmax and output are the same.
 //
+// With AMX both products and the softmax between them go to amx.cpp, with tiles of up to 256 keys and groups of 32 rows, few rows
+// too: AmxWorker.
+//
 // A group of at most 16 rows goes to few_rows-inl.hpp, with the columns along the vectors. If it is alone and the cache has 16
 // bits, T is not made either: cached rows are widened in registers.
 //
@@ -39,8 +42,11 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <optional>
 
+#include "backend/cpu/amx.hpp"
 #include "backend/cpu/bf16_dot.hpp"
+#include "backend/cpu/fetch_ahead.hpp"
 #include "backend/cpu/few_rows-inl.hpp"
 #include "backend/cpu/simd_kernel.hpp"
 #include "backend/cpu/widen-inl.hpp"
@@ -77,43 +83,6 @@ HWY_INLINE V exp_to_one(V x) {
   y = hn::IfThenElse(hn::Lt(x, hn::Set(d, -87.3365f)), hn::Zero(d), y);
   return hn::IfThenElse(hn::IsNaN(x), x, y);  // whose payload may have got into the exponent
 }
-
-// The rows of the next tile on their way to L2, a few lines between the blocks of this one's products: they lie anywhere
-// in the pool, where no hardware prefetcher finds them, and many at once would stall for want of fill buffers.
-class FetchAhead {
- public:
-  explicit FetchAhead(const SimdItem& item)
-      : item_(item),
-        element_bytes_(static_cast<int64_t>(dtype_bytes(item.kv_dtype))),
-        row_bytes_(kv_row_elements(item.shape, item.kv_dtype) * element_bytes_) {}
-
-  // Keys [key, end), in about `steps` steps.
-  void start(int key, int end, int steps) {
-    key_ = key;
-    end_ = end;
-    at_ = 0;
-    lines_ = static_cast<int>(ceil_div((end - key) * row_bytes_, kLine * steps));
-  }
-  HWY_INLINE void step() {
-    for (int64_t left = lines_ * kLine; left > 0 && key_ < end_;) {
-      const char* row =
-          static_cast<const char*>(item_.kv) + item_.pool_rows[key_] * item_.kv_row_stride * element_bytes_;
-      const int64_t begin = at_, end = std::min(row_bytes_, begin + left);
-      for (int64_t at = begin; at < end; at += kLine) __builtin_prefetch(row + at, 0, 2);
-      left -= end - begin;
-      at_ = end;
-      if (end < row_bytes_) continue;
-      at_ = 0;
-      ++key_;
-    }
-  }
-
- private:
-  static constexpr int64_t kLine = 64;  // bytes
-  const SimdItem& item_;
-  int64_t element_bytes_, row_bytes_, at_ = 0;
-  int key_ = 0, end_ = 0, lines_ = 0;
-};
 
 // An operand of the products: row i, term k at p[i * row + k * term].
 struct Strided {
@@ -228,7 +197,8 @@ void product(int vecs, int m, const A& a, const B& b, int depth, float* c, int64
 struct Worker {
   const SimdItem& item;
   const SimdScratch& layout;
-  float* tile;    // [kSimdKeys + 1, tile_ld]; the last row is a spare
+  float* tile;    // [kSimdKeys, tile_ld]
+  float* spare;   // [tile_ld] a cached row
   float* q;       // [groups, kSimdRows / kPanel, d_qk, kPanel]
   float* acc;     // [rows, out_ld]
   float* scores;  // [kSimdKeys, kSimdRows] S^T, then P^T
@@ -243,19 +213,20 @@ struct Worker {
   bool direct;                     // are the tile's rows read where they lie?
   const float* floats[kSimdKeys];  // the tile's rows
 
-  // Instead of the tile, with dot products and for few rows of a 16-bit cache:
+  // Instead of the tile, with bf16 products and for few rows of a 16-bit cache:
   bool dot, narrow;
   const uint16_t* keys[kSimdKeys];  // the tile's cached rows
   uint16_t* zeros;                  // [d_qk] a key that adds nothing
-  // With dot products, in the place of the tile (but for its last two rows, used as float32 rows):
+  // With dot products, in the place of the tile:
   uint32_t* values;                     // [d_v / 64, kSimdKeys / 2, 64] words
   uint32_t* weights;                    // [kSimdKeys / 2, kSimdRows] words
   const uint16_t* few_dot_q[kFewRows];  // the rows of a last, small group
 
-  Worker(const SimdItem& it, const SimdScratch& lay, float* s, bool use_dot)
+  Worker(const SimdItem& it, const SimdScratch& lay, float* s)
       : item(it),
         layout(lay),
         tile(s + lay.tile),
+        spare(s + lay.spare),
         q(s + lay.q),
         acc(s + lay.acc),
         scores(s + lay.scores),
@@ -268,7 +239,7 @@ struct Worker {
         d_qk(it.shape.d_qk()),
         ahead(it),
         direct(in_place()),
-        dot(use_dot),
+        dot(lay.products == SimdProducts::kDot),
         narrow(!dot && few(0) && (it.kv_dtype == DType::kBF16 || it.kv_dtype == DType::kF16)),
         zeros(reinterpret_cast<uint16_t*>(s + lay.zeros)),
         values(reinterpret_cast<uint32_t*>(tile)),
@@ -282,7 +253,6 @@ struct Worker {
   bool interleaved() const { return item.kv_layout == KvLayout::kInterleaved; }
   float* group_q(int g) { return q + static_cast<int64_t>(g) * kSimdRows * d_qk; }
   uint32_t* dot_q(int g) { return reinterpret_cast<uint32_t*>(group_q(g)); }
-  float* spare_row() { return tile + kSimdKeys * layout.tile_ld; }
   const void* query(int local_row) const {
     const int packed = item.row_begin + local_row, node = packed / item.shape.h_q,
               head = packed % item.shape.h_q;
@@ -439,8 +409,8 @@ struct Worker {
     for (int j = 0; j < n; ++j) {
       keys[j] = static_cast<const uint16_t*>(cached_row(key + j));
       if (key + j < item.prefix_len) continue;
-      load_key(key + j, spare_row());
-      if (finite(spare_row())) continue;
+      load_key(key + j, spare);
+      if (finite(spare)) continue;
       keys[j] = zeros;
       odd[num_odd++] = j;
     }
@@ -571,7 +541,7 @@ struct Worker {
 
   // One key with NaN or infinity in it, for the rows that do see it. Rare, so plain code.
   void add_odd_key(int key) {
-    float* kv = spare_row();
+    float* kv = spare;
     load_key(key, kv);
     for (int r = 0; r < rows; ++r) {
       if (!sees(r, key)) continue;
@@ -623,8 +593,9 @@ struct Worker {
     // The softmax takes whole vectors, of few rows too.
     std::fill_n(scores, kSimdKeys * kSimdRows, 0.0f);
     // The micro-kernel and finite() read whole vectors: columns past d_qk must be numbers.
-    for (int j = narrow ? kSimdKeys : 0; j <= kSimdKeys; ++j)
+    for (int j = 0; j < kSimdKeys && !narrow; ++j)
       std::fill(tile + j * layout.tile_ld + d_qk, tile + (j + 1) * layout.tile_ld, 0.0f);
+    std::fill(spare + d_qk, spare + layout.tile_ld, 0.0f);
   }
 
   void load(int key, int n) {
@@ -675,13 +646,143 @@ struct Worker {
   }
 };
 
-void attend(const SimdItem& item, const SimdScratch& layout, float* scratch, bool dot) {
-  Worker(item, layout, scratch, dot).attend();
+// The same work in the stages of amx.hpp.
+struct AmxWorker : Worker {
+  uint16_t* keys;  // operands as amx.hpp has them
+  uint32_t *q, *values, *weights;
+  const uint16_t* cached[kAmxKeys];  // the tile's cached rows, zeros past the last
+  int odd[kAmxKeys];
+  int num_odd = 0;
+
+  AmxWorker(const SimdItem& it, const SimdScratch& lay, float* s)
+      : Worker(it, lay, s),
+        keys(reinterpret_cast<uint16_t*>(s + lay.tile)),
+        q(reinterpret_cast<uint32_t*>(s + lay.q)),
+        values(reinterpret_cast<uint32_t*>(s + lay.values)),
+        weights(reinterpret_cast<uint32_t*>(s + lay.weights)) {}
+
+  int num_groups() const { return ceil_div(rows, kAmxRows); }
+  int group_rows(int g) const { return std::min(kAmxRows, rows - g * kAmxRows); }
+  uint32_t* group_q(int g) const { return q + static_cast<int64_t>(g) * kAmxRows * d_qk / 2; }
+
+  // Keys a tile: even parts, unless bits must not depend on how many keys there are.
+  int tile_keys() const {
+    const int n = item.key_end - item.key_begin;
+    return item.fixed_order ? kAmxKeys : round_up(ceil_div(n, ceil_div(n, kAmxKeys)), kAmxStep);
+  }
+
+  void begin() {
+    std::fill_n(zeros, d_qk, uint16_t{0});
+    std::fill(spare + d_qk, spare + layout.tile_ld, 0.0f);
+    for (int g = 0; g < num_groups(); ++g) {
+      const uint16_t* from[kAmxRows];
+      for (int r = 0; r < group_rows(g); ++r) {
+        from[r] = static_cast<const uint16_t*>(query(g * kAmxRows + r));
+        if (!interleaved()) continue;
+        interleave_row(from[r], d_qk, keys + r * d_qk);  // not in use yet
+        from[r] = keys + r * d_qk;
+      }
+      amx_pack_q(from, group_rows(g), d_qk, group_q(g));
+    }
+  }
+
+  void load(int key, int n) {
+    num_odd = 0;
+    for (int j = 0; j < n; ++j) {
+      cached[j] = static_cast<const uint16_t*>(cached_row(key + j));
+      if (key + j < item.prefix_len) continue;
+      load_key(key + j, spare);
+      if (finite(spare)) continue;
+      cached[j] = zeros;
+      odd[num_odd++] = j;
+    }
+    const int padded = round_up(n, kAmxStep);
+    std::fill(cached + n, cached + padded, zeros);
+    amx_load_keys(cached, padded, interleaved(), d_qk, d_v, keys, values);
+  }
+
+  void score(int g, int n) {
+    amx_score(keys, round_up(n, kAmxStep), group_q(g), group_rows(g), d_qk, scores, ahead);
+  }
+
+  void mask(int g, int key, int n) {
+    constexpr float kHidden = -std::numeric_limits<float>::infinity();
+    std::fill(scores + n * kAmxRows, scores + round_up(n, kAmxStep) * kAmxRows, kHidden);
+    const int begin = std::max(0, item.prefix_len - key);
+    if (begin < n) {
+      const uint32_t* bits[kAmxRows];
+      for (int r = 0; r < group_rows(g); ++r) bits[r] = mask_row(g * kAmxRows + r);
+      amx_mask(scores, begin, n, key + begin - item.prefix_len, bits, group_rows(g));
+    }
+    for (int o = 0; o < num_odd; ++o) std::fill_n(scores + odd[o] * kAmxRows, kAmxRows, kHidden);
+  }
+
+  // Does any row's accumulator have to be multiplied?
+  bool softmax(int g, int n, bool first) {
+    return amx_softmax(scores, round_up(n, kAmxStep), group_rows(g), item.score_scale, first,
+                       max + g * kAmxRows, sum + g * kAmxRows, alpha, weights);
+  }
+
+  void accumulate(int g, int n, bool first, bool raised) {
+    amx_accumulate(weights, values, round_up(n, kAmxStep), group_rows(g), d_v, first,
+                   raised && !first ? alpha : nullptr,
+                   acc + static_cast<int64_t>(g) * kAmxRows * layout.out_ld, layout.out_ld, ahead);
+  }
+
+  int steps_of_tile(int n) const {
+    int steps = 0;
+    for (int g = 0; g < num_groups(); ++g)
+      steps += amx_score_steps(n, group_rows(g), d_qk) + amx_accumulate_steps(n, group_rows(g), d_v);
+    return steps;
+  }
+
+  void attend() {
+    const AmxRegisters registers;
+    begin();
+    const int size = tile_keys(), steps = steps_of_tile(size);
+    for (int key = item.key_begin; key < item.key_end; key += size) {
+      const int n = std::min(size, item.key_end - key);
+      const bool first = key == item.key_begin;
+      load(key, n);
+      ahead.start(key + n, std::min(key + n + size, item.key_end), steps);
+      for (int g = 0; g < num_groups(); ++g) {
+        score(g, n);
+        if (n % kAmxStep != 0 || key + n > item.prefix_len) mask(g, key, n);
+        const bool raised = softmax(g, n, first);
+        accumulate(g, n, first, raised);
+      }
+      for (int o = 0; o < num_odd; ++o) add_odd_key(key + odd[o]);
+    }
+    write();
+  }
+
+  void repeat(SimdStage stage, int times) {
+    const AmxRegisters registers;
+    const int n = std::min(kAmxKeys, item.key_end - item.key_begin);
+    const auto run = [&](SimdStage s, bool first) {
+      if (s == SimdStage::kLoad) return load(item.key_begin, n);
+      for (int g = 0; g < num_groups(); ++g) {
+        if (s == SimdStage::kScore) score(g, n);
+        if (s == SimdStage::kSoftmax) softmax(g, n, first);
+        if (s == SimdStage::kAccumulate) accumulate(g, n, first, false);
+      }
+    };
+    begin();
+    for (const SimdStage s :
+         {SimdStage::kLoad, SimdStage::kScore, SimdStage::kSoftmax, SimdStage::kAccumulate})
+      run(s, true);
+    for (int i = 0; i < times; ++i) run(stage, false);
+  }
+};
+
+void attend(const SimdItem& item, const SimdScratch& layout, float* scratch) {
+  if (layout.products == SimdProducts::kAmx) return AmxWorker(item, layout, scratch).attend();
+  Worker(item, layout, scratch).attend();
 }
 
-void repeat(SimdStage stage, int times, const SimdItem& item, const SimdScratch& layout, float* scratch,
-            bool dot) {
-  Worker(item, layout, scratch, dot).repeat(stage, times);
+void repeat(SimdStage stage, int times, const SimdItem& item, const SimdScratch& layout, float* scratch) {
+  if (layout.products == SimdProducts::kAmx) return AmxWorker(item, layout, scratch).repeat(stage, times);
+  Worker(item, layout, scratch).repeat(stage, times);
 }
 
 void combine(const float* parts, const float* part_lse, const int* slots, int count, int rows_per_slot,
@@ -729,19 +830,25 @@ HWY_EXPORT(attend);
 HWY_EXPORT(combine);
 HWY_EXPORT(repeat);
 
-// Whether dot products are used where they can be.
-enum class DotChoice { kPreferred, kNever, kAlways };
-std::atomic<DotChoice> g_dot_choice{DotChoice::kPreferred};
+// What bf16 queries and caches run on: nothing forced is the fastest.
+std::atomic<std::optional<SimdProducts>> g_forced_products{};
 
-bool dot_in_use() {
-  const DotChoice choice = g_dot_choice;
-  return choice == DotChoice::kPreferred ? bf16_dot_preferred() : choice == DotChoice::kAlways;
+SimdProducts bf16_products() {
+  if (const std::optional<SimdProducts> forced = g_forced_products) return *forced;
+  if (amx_available()) return SimdProducts::kAmx;
+  return bf16_dot_preferred() ? SimdProducts::kDot : SimdProducts::kFma;
 }
+
+// Floats that hold `elements` of 16 bits.
+std::size_t floats_of_16_bits(std::size_t elements) { return ceil_div<std::size_t>(elements, 2); }
 }  // namespace
 
-SimdScratch::SimdScratch(const MlaShape& shape, int rows_per_tile) {
+SimdScratch::SimdScratch(const MlaShape& shape, int rows_per_tile, SimdProducts what) : products(what) {
   constexpr int kLine = 16;  // floats a cache line, and the widest vector
+  const bool amx = products == SimdProducts::kAmx;
   out_ld = round_up(shape.d_v, kLine);
+  // Tile registers are loaded from 16 rows at once: an odd number of lines spreads them over the sets of an L1 cache.
+  if (amx && out_ld / kLine % 2 == 0) out_ld += kLine;
   // A row stride of 4 lines modulo 8 spreads a panel of 64 rows evenly over the sets of an L1 cache.
   tile_ld = round_up(std::max(shape.d_qk(), out_ld), kLine);
   while (tile_ld / kLine % 8 != 4) tile_ld += kLine;
@@ -751,27 +858,29 @@ SimdScratch::SimdScratch(const MlaShape& shape, int rows_per_tile) {
     floats += round_up<std::size_t>(n, kLine);
     return at;
   };
-  tile = take(static_cast<std::size_t>(kSimdKeys + 1) * tile_ld);
-  q = take(static_cast<std::size_t>(padded) * shape.d_qk());
+  const std::size_t d_qk = shape.d_qk();
+  const int keys = amx ? kAmxKeys : kSimdKeys, rows = amx ? kAmxRows : kSimdRows;
+  tile = take(amx ? floats_of_16_bits(kAmxKeys * d_qk) : std::size_t{kSimdKeys} * tile_ld);
+  spare = take(tile_ld);
+  q = take(amx ? floats_of_16_bits(padded * d_qk) : padded * d_qk);
   acc = take(static_cast<std::size_t>(padded) * out_ld);
-  scores = take(kSimdKeys * kSimdRows);
+  scores = take(keys * rows);
   max = take(padded);
   sum = take(padded);
-  alpha = take(kSimdRows);
+  alpha = take(rows);
   row = take(out_ld);
-  weights = take(kSimdRows * kSimdKeys / 2);
-  zeros = take(shape.d_qk());
+  weights = take(floats_of_16_bits(keys * rows));
+  zeros = take(d_qk);
+  if (amx) values = take(static_cast<std::size_t>(shape.d_v) / kAmxTile * kAmxValuesStride);
 }
 
 void simd_attend(const SimdItem& item, const SimdScratch& layout, float* scratch) {
-  HWY_DYNAMIC_DISPATCH(attend)
-  (item, layout, scratch, simd_uses_dot(item.shape, item.q_dtype, item.kv_dtype));
+  HWY_DYNAMIC_DISPATCH(attend)(item, layout, scratch);
 }
 
 void simd_repeat(SimdStage stage, int times, const SimdItem& item, const SimdScratch& layout,
                  float* scratch) {
-  HWY_DYNAMIC_DISPATCH(repeat)
-  (stage, times, item, layout, scratch, simd_uses_dot(item.shape, item.q_dtype, item.kv_dtype));
+  HWY_DYNAMIC_DISPATCH(repeat)(stage, times, item, layout, scratch);
 }
 
 void simd_combine(const float* parts, const float* part_lse, const int* slots, int count, int rows_per_slot,
@@ -780,41 +889,55 @@ void simd_combine(const float* parts, const float* part_lse, const int* slots, i
   (parts, part_lse, slots, count, rows_per_slot, rows, d_v, out, out_dtype, lse, scratch);
 }
 
-bool simd_uses_dot(const MlaShape& shape, DType q_dtype, DType kv_dtype) {
-  return q_dtype == DType::kBF16 && kv_dtype == DType::kBF16 && shape.d_qk() % 32 == 0 &&
-         shape.d_v % 32 == 0 && dot_in_use();
+SimdProducts simd_products(const MlaShape& shape, DType q_dtype, DType kv_dtype) {
+  const bool fits =
+      q_dtype == DType::kBF16 && kv_dtype == DType::kBF16 && shape.d_qk() % 32 == 0 && shape.d_v % 32 == 0;
+  return fits ? bf16_products() : SimdProducts::kFma;
 }
 
 std::string simd_target(const MlaShape& shape, DType q_dtype, DType kv_dtype) {
-  if (simd_uses_dot(shape, q_dtype, kv_dtype)) return kBf16DotTarget;
+  const SimdProducts products = simd_products(shape, q_dtype, kv_dtype);
+  if (products != SimdProducts::kFma) return products == SimdProducts::kAmx ? kAmxTarget : kBf16DotTarget;
   for (const std::string& name : simd_targets())
-    if (name != kBf16DotTarget) return name;
+    if (name != kBf16DotTarget && name != kAmxTarget) return name;
   return "none";
 }
 
 std::vector<std::string> simd_targets() {
-  if (g_dot_choice == DotChoice::kAlways) return {kBf16DotTarget};
   std::vector<std::string> names;
+  const std::optional<SimdProducts> forced = g_forced_products;
+  if (forced == SimdProducts::kAmx) return {kAmxTarget};
+  if (forced == SimdProducts::kDot) return {kBf16DotTarget};
   for (int64_t target : hwy::SupportedAndGeneratedTargets()) names.emplace_back(hwy::TargetName(target));
-  if (g_dot_choice == DotChoice::kPreferred && bf16_dot_available())
+  if (forced) return names;
+  if (bf16_dot_available())
     names.insert(names.begin() + (bf16_dot_preferred() || names.empty() ? 0 : 1), kBf16DotTarget);
+  if (amx_available()) names.insert(names.begin(), kAmxTarget);
   return names;
 }
 
 bool simd_force_target(const std::string& name) {
-  const bool dot = name == kBf16DotTarget;
-  if (dot && !bf16_dot_available()) return false;
+  std::optional<SimdProducts> forced;
+  if (name == kBf16DotTarget) {
+    if (!bf16_dot_available()) return false;
+    forced = SimdProducts::kDot;
+  } else if (name == kAmxTarget) {
+    if (!amx_available()) return false;
+    forced = SimdProducts::kAmx;
+  } else if (!name.empty()) {
+    forced = SimdProducts::kFma;
+  }
   hwy::SetSupportedTargetsForTest(0);
   int64_t wanted = hwy::SupportedTargets();
-  g_dot_choice = DotChoice::kPreferred;
-  if (!name.empty() && !dot) {
+  g_forced_products = std::nullopt;
+  if (forced == SimdProducts::kFma) {
     wanted = 0;
     for (int64_t target : hwy::SupportedAndGeneratedTargets())
       if (hwy::TargetName(target) == name) wanted = target;
     if (wanted == 0) return false;
     hwy::SetSupportedTargetsForTest(wanted);
   }
-  if (!name.empty()) g_dot_choice = dot ? DotChoice::kAlways : DotChoice::kNever;
+  g_forced_products = forced;
   hwy::GetChosenTarget().Update(wanted);
   return true;
 }
