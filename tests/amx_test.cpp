@@ -50,10 +50,9 @@ struct Operands {
     for (int r = 0; r < padded_rows(); ++r)
       amx_pack_query(r < rows ? q_rows[r] : nullptr, r, d_qk, q_tiles.data());
     key_tiles.resize(static_cast<std::size_t>(keys) * d_qk);
-    for (int j = 0; j < keys; ++j) amx_copy_key(kv_rows[j], j, d_qk, key_tiles.data());
     value_tiles.resize(static_cast<std::size_t>(d_v) / kAmxTile * kAmxValuesStride);
     for (int j = 0; j < keys; j += 2)
-      amx_pack_values(kv_rows[j], kv_rows[j + 1], j / 2, d_v, value_tiles.data());
+      amx_load_pair<false>(kv_rows[j], kv_rows[j + 1], j, d_qk, d_v, key_tiles.data(), value_tiles.data());
     weight_tiles.resize(amx_weight_offset(kAmxRows, 0));
     for (int r = 0; r < padded_rows(); ++r)
       for (int word = 0; word < keys / 2; ++word)
@@ -144,9 +143,10 @@ TEST(Amx, InterleavedRowsGiveTheSameValues) {
   std::vector<uint16_t> interleaved(o.kv.size());
   for (int j = 0; j < o.keys; ++j) interleave_row(o.kv_rows[j], o.d_qk, interleaved.data() + j * o.d_qk);
   std::vector<uint32_t> values(o.value_tiles.size());
+  std::vector<uint16_t> keys(o.key_tiles.size());
   for (int j = 0; j < o.keys; j += 2)
-    amx_pack_interleaved_values(interleaved.data() + j * o.d_qk, interleaved.data() + (j + 1) * o.d_qk, j / 2,
-                                o.d_v, values.data());
+    amx_load_pair<true>(interleaved.data() + j * o.d_qk, interleaved.data() + (j + 1) * o.d_qk, j, o.d_qk,
+                        o.d_v, keys.data(), values.data());
   EXPECT_EQ(values, o.value_tiles);
 }
 
@@ -185,8 +185,17 @@ TEST(Amx, Softmax) {
       }
     }
     const std::vector<float> before = max;
-    const bool raised = amx_softmax(scores.data(), kKeys, kAmxRows, scale, tile == 0, max.data(), sum.data(),
-                                    alpha.data(), weights.data());
+    const bool raised =
+        amx_maxima(scores.data(), kKeys, kAmxRows, scale, tile == 0, max.data(), alpha.data());
+    amx_weights({.scores = scores.data(),
+                 .num_keys = kKeys,
+                 .num_rows = kAmxRows,
+                 .scale = scale,
+                 .first = tile == 0,
+                 .max = max.data(),
+                 .alpha = alpha.data(),
+                 .sum = sum.data(),
+                 .weights = weights.data()});
     EXPECT_EQ(raised, std::any_of(alpha.begin(), alpha.end(), [](float a) { return a != 1; }));
     for (int r = 0; r < kAmxRows; ++r) {
       if (seen[r].empty()) {
@@ -246,7 +255,7 @@ TEST(Amx, RegistersMultiplyAsEmulated) {
     const Operands o(s.rows, s.keys, s.d_v, s.d_qk);
     const AmxRegisters registers;
     std::vector<float> scores(static_cast<std::size_t>(o.keys) * kAmxRows);
-    amx_score(o.key_tiles.data(), o.keys, o.q_tiles.data(), o.rows, o.d_qk, scores.data(), ahead);
+    amx_score(o.key_tiles.data(), o.keys, o.q_tiles.data(), o.rows, o.d_qk, scores.data(), nullptr, ahead);
     EXPECT_TRUE(same_bits(scores, o.emulated_scores())) << name_of(s);
 
     const std::size_t n = static_cast<std::size_t>(o.padded_rows()) * o.d_v;
@@ -269,6 +278,42 @@ TEST(Amx, RegistersMultiplyAsEmulated) {
                      out.data(), o.d_v, ahead);
       EXPECT_TRUE(same_bits(out, o.emulated_out(factor ? shrunk : before))) << name_of(s);
     }
+  }
+}
+
+// Between the products of other scores or alone.
+TEST(Amx, WeightsHaveTheSameBitsBetweenProducts) {
+  if (!amx_available()) GTEST_SKIP() << "no AMX on this CPU, or not granted to this process";
+  const SimdItem nothing_ahead;
+  FetchAhead ahead(nothing_ahead);
+  for (const Size& s : {Size{32, 256, 512, 576}, Size{8, 96, 512, 576}, Size{20, 160, 32, 64}}) {
+    const Operands o(s.rows, s.keys, s.d_v, s.d_qk);
+    std::mt19937 rng(3);
+    std::vector<float> scores(static_cast<std::size_t>(o.keys) * kAmxRows), max(kAmxRows), alpha(kAmxRows);
+    for (float& x : scores) x = static_cast<float>(rng() % 1000) / 100;
+    amx_maxima(scores.data(), o.keys, kAmxRows, 1, true, max.data(), alpha.data());
+    struct {
+      std::vector<float> sum = std::vector<float>(kAmxRows);
+      std::vector<uint32_t> weights = std::vector<uint32_t>(amx_weight_offset(kAmxRows, 0));
+    } alone, between;
+    AmxWeights work{.scores = scores.data(),
+                    .num_keys = o.keys,
+                    .num_rows = kAmxRows,
+                    .scale = 1,
+                    .first = true,
+                    .max = max.data(),
+                    .alpha = alpha.data(),
+                    .sum = alone.sum.data(),
+                    .weights = alone.weights.data()};
+    amx_weights(work);
+    work.sum = between.sum.data();
+    work.weights = between.weights.data();
+    const AmxRegisters registers;
+    std::vector<float> other(scores.size());
+    amx_score(o.key_tiles.data(), o.keys, o.q_tiles.data(), o.rows, o.d_qk, other.data(), &work, ahead);
+    EXPECT_TRUE(same_bits(other, o.emulated_scores())) << name_of(s);
+    EXPECT_TRUE(same_bits(between.sum, alone.sum)) << name_of(s);
+    EXPECT_EQ(between.weights, alone.weights) << name_of(s);
   }
 }
 

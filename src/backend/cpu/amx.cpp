@@ -56,6 +56,10 @@ struct Tiles {
       std::memcpy(tile[T] + i * kAmxTile, static_cast<const uint32_t*>(from) + i * ld, 64);
   }
   template <int T>
+  static void stream(const void* from) {
+    load<T>(from);
+  }
+  template <int T>
   static void store(float* to, int64_t ld) {
     for (int i = 0; i < kAmxTile; ++i) std::memcpy(to + i * ld, tile[T] + i * kAmxTile, 64);
   }
@@ -93,6 +97,10 @@ struct Tiles {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(4 * ld), "i"(T));
   }
   template <int T>
+  static HWY_INLINE void stream(const void* from) {
+    asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(int64_t{4 * kAmxTile}), "i"(T));
+  }
+  template <int T>
   static HWY_INLINE void store(float* to, int64_t ld) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(4 * ld), "i"(T) : "memory");
   }
@@ -113,15 +121,22 @@ void load_keys(const uint16_t* const* rows, int num_keys, bool interleaved, int 
 }
 void score(const uint16_t* keys, int num_keys, const uint32_t* q, int num_rows, int d_qk, float* scores,
            FetchAhead& ahead) {
-  score_tiles<Tiles>(keys, num_keys, q, num_rows, d_qk, scores, ahead);
+  NoSteps none;
+  score_tiles<Tiles>(keys, num_keys, q, num_rows, d_qk, scores, none, ahead);
+}
+void score_meanwhile(const uint16_t* keys, int num_keys, const uint32_t* q, int num_rows, int d_qk,
+                     float* scores, const AmxWeights& work, FetchAhead& ahead) {
+  WeightSteps<kAmxRows / kAmxTile> steps(work);
+  score_tiles<Tiles>(keys, num_keys, q, num_rows, d_qk, scores, steps, ahead);
 }
 void mask(float* scores, int begin, int end, int tree_begin, const uint32_t* const* bits, int num_rows) {
   mask_rows(scores, begin, end, tree_begin, bits, num_rows);
 }
-bool softmax(const float* scores, int num_keys, int num_rows, float scale, bool first, float* max, float* sum,
-             float* alpha, uint32_t* weights) {
-  return softmax_rows(scores, num_keys, num_rows, scale, first, max, sum, alpha, weights);
+bool maxima(const float* scores, int num_keys, int num_rows, float scale, bool first, float* max,
+            float* alpha) {
+  return maxima_rows(scores, num_keys, num_rows, scale, first, max, alpha);
 }
+void weights(const AmxWeights& work) { weights_alone(work); }
 void accumulate(const uint32_t* weights, const uint32_t* values, int num_keys, int num_rows, int d_v,
                 bool first, const float* alpha, float* out, int64_t out_ld, FetchAhead& ahead) {
   accumulate_tiles<Tiles>(weights, values, num_keys, num_rows, d_v, first, alpha, out, out_ld, ahead);
@@ -203,16 +218,20 @@ void amx_load_keys(const uint16_t* const* rows, int num_keys, bool interleaved, 
   load_keys(rows, num_keys, interleaved, d_qk, d_v, keys, values);
 }
 void amx_score(const uint16_t* keys, int num_keys, const uint32_t* q, int num_rows, int d_qk, float* scores,
-               FetchAhead& ahead) {
-  score(keys, num_keys, q, num_rows, d_qk, scores, ahead);
+               const AmxWeights* meanwhile, FetchAhead& ahead) {
+  if (meanwhile)
+    score_meanwhile(keys, num_keys, q, num_rows, d_qk, scores, *meanwhile, ahead);
+  else
+    score(keys, num_keys, q, num_rows, d_qk, scores, ahead);
 }
 void amx_mask(float* scores, int begin, int end, int tree_begin, const uint32_t* const* bits, int num_rows) {
   mask(scores, begin, end, tree_begin, bits, num_rows);
 }
-bool amx_softmax(const float* scores, int num_keys, int num_rows, float scale, bool first, float* max,
-                 float* sum, float* alpha, uint32_t* weights) {
-  return softmax(scores, num_keys, num_rows, scale, first, max, sum, alpha, weights);
+bool amx_maxima(const float* scores, int num_keys, int num_rows, float scale, bool first, float* max,
+                float* alpha) {
+  return maxima(scores, num_keys, num_rows, scale, first, max, alpha);
 }
+void amx_weights(const AmxWeights& work) { weights(work); }
 void amx_accumulate(const uint32_t* weights, const uint32_t* values, int num_keys, int num_rows, int d_v,
                     bool first, const float* alpha, float* out, int64_t out_ld, FetchAhead& ahead) {
   accumulate(weights, values, num_keys, num_rows, d_v, first, alpha, out, out_ld, ahead);
@@ -229,9 +248,10 @@ AmxRegisters::AmxRegisters() = default;
 AmxRegisters::~AmxRegisters() = default;
 void amx_pack_q(const uint16_t* const*, int, int, uint32_t*) {}
 void amx_load_keys(const uint16_t* const*, int, bool, int, int, uint16_t*, uint32_t*) {}
-void amx_score(const uint16_t*, int, const uint32_t*, int, int, float*, FetchAhead&) {}
+void amx_score(const uint16_t*, int, const uint32_t*, int, int, float*, const AmxWeights*, FetchAhead&) {}
 void amx_mask(float*, int, int, int, const uint32_t* const*, int) {}
-bool amx_softmax(const float*, int, int, float, bool, float*, float*, float*, uint32_t*) { return false; }
+bool amx_maxima(const float*, int, int, float, bool, float*, float*) { return false; }
+void amx_weights(const AmxWeights&) {}
 void amx_accumulate(const uint32_t*, const uint32_t*, int, int, int, bool, const float*, float*, int64_t,
                     FetchAhead&) {}
 double amx_chains(int, float*) { return 0; }

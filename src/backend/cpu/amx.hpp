@@ -50,18 +50,32 @@ void amx_pack_q(const uint16_t* const* rows, int num_rows, int width, uint32_t* 
 void amx_load_keys(const uint16_t* const* rows, int num_keys, bool interleaved, int d_qk, int d_v,
                    uint16_t* keys, uint32_t* values);
 
-// scores [num_keys, kAmxRows] = keys q^T, for num_keys keys, a multiple of 32, and num_rows rows rounded up to 16.
+// The second half of a group's softmax: weights [num_rows rounded up to 16, num_keys] in bf16, and their sums.
+struct AmxWeights {
+  const float* scores = nullptr;  // [num_keys, kAmxRows]
+  int num_keys = 0, num_rows = 0;
+  float scale = 1;               // of scores
+  bool first = false;            // nothing before
+  const float* max = nullptr;    // of rows, as amx_maxima() left it, and
+  const float* alpha = nullptr;  // what the sums so far are multiplied by
+  float* sum = nullptr;
+  uint32_t* weights = nullptr;
+};
+
+// scores [num_keys, kAmxRows] = keys q^T, for num_keys keys, a multiple of 32, and num_rows rows rounded up to 16. Between its
+// products the weights of another group, if any, of kAmxRows rows.
 void amx_score(const uint16_t* keys, int num_keys, const uint32_t* q, int num_rows, int d_qk, float* scores,
-               FetchAhead& ahead);
+               const AmxWeights* meanwhile, FetchAhead& ahead);
 int amx_score_steps(int num_keys, int num_rows, int d_qk);  // of `ahead`
 
 // Scores [begin, end) of keys that row r does not see become -inf: bit tree_begin + j - begin of bits[r] is key j's.
 void amx_mask(float* scores, int begin, int end, int tree_begin, const uint32_t* const* bits, int num_rows);
 
-// Online softmax of scores [num_keys, kAmxRows]: max, sum [num_rows rounded up to 16], weights in bf16, and what each row of the
-// accumulator is to be multiplied by, alpha [kAmxRows]. Returns whether any alpha is not 1. `first`: nothing before.
-bool amx_softmax(const float* scores, int num_keys, int num_rows, float scale, bool first, float* max,
-                 float* sum, float* alpha, uint32_t* weights);
+// The first half of the softmax: max [num_rows rounded up to 16], and what a row's sum and accumulator are to be multiplied by,
+// alpha [kAmxRows]. Returns whether any alpha is not 1. `first`: nothing before.
+bool amx_maxima(const float* scores, int num_keys, int num_rows, float scale, bool first, float* max,
+                float* alpha);
+void amx_weights(const AmxWeights& work);
 
 // out[r] = out[r] * alpha[r] + weights v for num_rows rows rounded up to 16, of out_ld floats; `first`: weights v. alpha null: 1.
 void amx_accumulate(const uint32_t* weights, const uint32_t* values, int num_keys, int num_rows, int d_v,

@@ -38,32 +38,41 @@ TREEMLA_AMX_INLINE void amx_pack_query(const uint16_t* row, int r, int width, ui
         row ? row[2 * word] | static_cast<uint32_t>(row[2 * word + 1]) << 16 : 0;
 }
 
-TREEMLA_AMX_INLINE void amx_copy_key(const uint16_t* row, int key, int d_qk, uint16_t* keys) {
-  uint16_t* to = keys + amx_key_offset(key, 0, d_qk);
-  for (int k = 0; k < d_qk; k += kAmxStep, to += 2 * kAmxTileWords)
-    std::memcpy(to, row + k, kAmxStep * sizeof(uint16_t));
+TREEMLA_AMX_INLINE void amx_copy_key(const uint16_t* row, int key, int step, int d_qk, uint16_t* keys) {
+  std::memcpy(keys + amx_key_offset(key, step, d_qk), row + step * kAmxStep, kAmxStep * sizeof(uint16_t));
 }
 
-// Keys 2 * word and 2 * word + 1.
-TREEMLA_AMX_INLINE void amx_pack_values(const uint16_t* even, const uint16_t* odd, int word, int d_v,
+// Columns c to c + 31 of keys 2 * word and 2 * word + 1.
+TREEMLA_AMX_INLINE void amx_pack_values(const uint16_t* even, const uint16_t* odd, int word, int c,
                                         uint32_t* values) {
-  for (int c = 0; c < d_v; c += kAmxTile) {
-    uint32_t* to = values + amx_value_offset(word, c);
-    for (int i = 0; i < kAmxTile; ++i) to[i] = even[c + i] | static_cast<uint32_t>(odd[c + i]) << 16;
-  }
+  for (int i = c; i < c + kAmxStep; ++i)
+    values[amx_value_offset(word, i)] = even[i] | static_cast<uint32_t>(odd[i]) << 16;
 }
 
 // The same of interleaved rows, whose words already hold columns i and i + 16.
 TREEMLA_AMX_INLINE void amx_pack_interleaved_values(const uint16_t* even, const uint16_t* odd, int word,
-                                                    int d_v, uint32_t* values) {
-  for (int c = 0; c < d_v; c += 2 * kAmxTile) {
-    uint32_t a[kAmxTile], b[kAmxTile];
-    std::memcpy(a, even + c, sizeof a);
-    std::memcpy(b, odd + c, sizeof b);
-    uint32_t *lower = values + amx_value_offset(word, c),
-             *upper = values + amx_value_offset(word, c + kAmxTile);
-    for (int i = 0; i < kAmxTile; ++i) lower[i] = (a[i] & 0xFFFFu) | b[i] << 16;
-    for (int i = 0; i < kAmxTile; ++i) upper[i] = a[i] >> 16 | (b[i] & 0xFFFF0000u);
+                                                    int c, uint32_t* values) {
+  uint32_t a[kAmxTile], b[kAmxTile];
+  std::memcpy(a, even + c, sizeof a);
+  std::memcpy(b, odd + c, sizeof b);
+  uint32_t *lower = values + amx_value_offset(word, c),
+           *upper = values + amx_value_offset(word, c + kAmxTile);
+  for (int i = 0; i < kAmxTile; ++i) lower[i] = (a[i] & 0xFFFFu) | b[i] << 16;
+  for (int i = 0; i < kAmxTile; ++i) upper[i] = a[i] >> 16 | (b[i] & 0xFFFF0000u);
+}
+
+// Keys j and j + 1 of an even j. The kernel's own does the same by vectors.
+template <bool kInterleaved>
+TREEMLA_AMX_INLINE void amx_load_pair(const uint16_t* even, const uint16_t* odd, int j, int d_qk, int d_v,
+                                      uint16_t* keys, uint32_t* values) {
+  for (int step = 0; step < d_qk / kAmxStep; ++step) {
+    amx_copy_key(even, j, step, d_qk, keys);
+    amx_copy_key(odd, j + 1, step, d_qk, keys);
+    if (step >= d_v / kAmxStep) continue;
+    if constexpr (kInterleaved)
+      amx_pack_interleaved_values(even, odd, j / 2, step * kAmxStep, values);
+    else
+      amx_pack_values(even, odd, j / 2, step * kAmxStep, values);
   }
 }
 

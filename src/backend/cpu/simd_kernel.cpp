@@ -701,26 +701,44 @@ struct AmxWorker : Worker {
     amx_load_keys(cached, padded, interleaved(), d_qk, d_v, keys, values);
   }
 
-  void score(int g, int n) {
-    amx_score(keys, round_up(n, kAmxStep), group_q(g), group_rows(g), d_qk, scores, ahead);
+  // Two groups have scores at a time.
+  float* group_scores(int g) const { return scores + g % 2 * (kAmxKeys * kAmxRows); }
+
+  // With the weights of the group before, if given, on the way.
+  void score(int g, int n, const AmxWeights* meanwhile) {
+    amx_score(keys, round_up(n, kAmxStep), group_q(g), group_rows(g), d_qk, group_scores(g), meanwhile,
+              ahead);
   }
 
   void mask(int g, int key, int n) {
     constexpr float kHidden = -std::numeric_limits<float>::infinity();
-    std::fill(scores + n * kAmxRows, scores + round_up(n, kAmxStep) * kAmxRows, kHidden);
+    float* s = group_scores(g);
+    std::fill(s + n * kAmxRows, s + round_up(n, kAmxStep) * kAmxRows, kHidden);
     const int begin = std::max(0, item.prefix_len - key);
     if (begin < n) {
       const uint32_t* bits[kAmxRows];
       for (int r = 0; r < group_rows(g); ++r) bits[r] = mask_row(g * kAmxRows + r);
-      amx_mask(scores, begin, n, key + begin - item.prefix_len, bits, group_rows(g));
+      amx_mask(s, begin, n, key + begin - item.prefix_len, bits, group_rows(g));
     }
-    for (int o = 0; o < num_odd; ++o) std::fill_n(scores + odd[o] * kAmxRows, kAmxRows, kHidden);
+    for (int o = 0; o < num_odd; ++o) std::fill_n(s + odd[o] * kAmxRows, kAmxRows, kHidden);
   }
 
   // Does any row's accumulator have to be multiplied?
-  bool softmax(int g, int n, bool first) {
-    return amx_softmax(scores, round_up(n, kAmxStep), group_rows(g), item.score_scale, first,
-                       max + g * kAmxRows, sum + g * kAmxRows, alpha, weights);
+  bool maxima(int g, int n, bool first) {
+    return amx_maxima(group_scores(g), round_up(n, kAmxStep), group_rows(g), item.score_scale, first,
+                      max + g * kAmxRows, alpha);
+  }
+
+  AmxWeights weights_of(int g, int n, bool first) const {
+    return {.scores = group_scores(g),
+            .num_keys = round_up(n, kAmxStep),
+            .num_rows = group_rows(g),
+            .scale = item.score_scale,
+            .first = first,
+            .max = max + g * kAmxRows,
+            .alpha = alpha,
+            .sum = sum + g * kAmxRows,
+            .weights = weights};
   }
 
   void accumulate(int g, int n, bool first, bool raised) {
@@ -745,11 +763,21 @@ struct AmxWorker : Worker {
       const bool first = key == item.key_begin;
       load(key, n);
       ahead.start(key + n, std::min(key + n + size, item.key_end), steps);
-      for (int g = 0; g < num_groups(); ++g) {
-        score(g, n);
+      bool raised = false;
+      for (int g = 0; g <= num_groups(); ++g) {
+        // Scores of a group and weights of the one before at the same time, which then goes on.
+        if (g < num_groups() && g > 0) {
+          const AmxWeights before = weights_of(g - 1, n, first);
+          score(g, n, &before);
+        } else if (g == 0) {
+          score(g, n, nullptr);
+        } else {
+          amx_weights(weights_of(g - 1, n, first));
+        }
+        if (g > 0) accumulate(g - 1, n, first, raised);
+        if (g == num_groups()) break;
         if (n % kAmxStep != 0 || key + n > item.prefix_len) mask(g, key, n);
-        const bool raised = softmax(g, n, first);
-        accumulate(g, n, first, raised);
+        raised = maxima(g, n, first);
       }
       for (int o = 0; o < num_odd; ++o) add_odd_key(key + odd[o]);
     }
@@ -762,8 +790,11 @@ struct AmxWorker : Worker {
     const auto run = [&](SimdStage s, bool first) {
       if (s == SimdStage::kLoad) return load(item.key_begin, n);
       for (int g = 0; g < num_groups(); ++g) {
-        if (s == SimdStage::kScore) score(g, n);
-        if (s == SimdStage::kSoftmax) softmax(g, n, first);
+        if (s == SimdStage::kScore) score(g, n, nullptr);
+        if (s == SimdStage::kSoftmax) {
+          maxima(g, n, first);
+          amx_weights(weights_of(g, n, first));
+        }
         if (s == SimdStage::kAccumulate) accumulate(g, n, first, false);
       }
     };
@@ -864,7 +895,7 @@ SimdScratch::SimdScratch(const MlaShape& shape, int rows_per_tile, SimdProducts 
   spare = take(tile_ld);
   q = take(amx ? floats_of_16_bits(padded * d_qk) : padded * d_qk);
   acc = take(static_cast<std::size_t>(padded) * out_ld);
-  scores = take(keys * rows);
+  scores = take((amx ? 2 : 1) * keys * rows);
   max = take(padded);
   sum = take(padded);
   alpha = take(rows);
