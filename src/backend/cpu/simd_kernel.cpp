@@ -13,7 +13,7 @@
 // read by broadcasts.
 //
 //   T 147 KB and a group's Q^T 147 KB and O 128 KB stream from L2; what the micro-kernel reuses stays in L1:
-//   a 96-deep slice of Q^T (24 KB) in the first product, a 64-wide panel of T (16 KB) in the second.
+//   a 96-deep slice of Q^T (24 KB) in the first product, a 32-wide panel of T (8 KB) and P^T (16 KB) in the second.
 //
 // Where bf16 dot products are the faster instruction, and q and the cache are bf16, both products go to bf16_dot.cpp:
 // T is not made, S^T comes from the cached rows themselves, V is the tile's rows two keys a word, and P^T is rounded
@@ -61,7 +61,10 @@ namespace {
 // Accumulators that fit the register file next to the operands: 24 of 32, or 12 of 16.
 constexpr int kVecs = kManyRegisters || kLanes == 1 ? 4 : 2, kAccs = kManyRegisters ? 24 : 12;
 constexpr int kPanel = kVecs * kLanes;  // rows (or columns) that one micro-kernel call spans
-constexpr int kDepth = 96;              // terms of a chain of FMAs in the first product
+// The second product's panels are narrower and its blocks higher: what a panel of V takes in L1 then leaves room for P and O, wherever
+// in the pool its rows happen to lie.
+constexpr int kOutVecs = 2;
+constexpr int kDepth = 96;                                  // terms of a chain of FMAs in the first product
 static_assert(kSimdRows % kPanel == 0 && kPanel % 4 == 0);  // load_q() moves four rows of a panel at a time
 
 // e^x for x <= 0, within 2 ulp: 2^n e^r with |r| <= ln(2) / 2, the polynomial that of Cephes' expf. Adding 1.5 * 2^23
@@ -84,21 +87,23 @@ HWY_INLINE V exp_to_one(V x) {
   return hn::IfThenElse(hn::IsNaN(x), x, y);  // whose payload may have got into the exponent
 }
 
-// An operand of the products: row i, term k at p[i * row + k * term].
+// An operand of the products: row i, term k at p[i + k * kTerm].
+template <int kTerm>
 struct Strided {
+  static constexpr int kMostRows = 12;  // of a block
   const float* p;
-  int64_t row, term;
-  HWY_INLINE Strided from(int i) const { return {p + i * row, row, term}; }
+  HWY_INLINE Strided from(int i) const { return {p + i}; }
   template <int MR>
   HWY_INLINE const Strided& block() const {
     return *this;
   }
-  HWY_INLINE float at(int i, int64_t k) const { return p[i * row + k * term]; }
-  HWY_INLINE const float* vectors(int64_t k) const { return p + k * term; }
+  HWY_INLINE float at(int i, int64_t k) const { return p[i + k * kTerm]; }
+  HWY_INLINE const float* vectors(int64_t k) const { return p + k * kTerm; }
 };
 
 // One whose rows lie anywhere: row i, term k at rows[i][first + k]. As the right-hand operand, a row is a term.
 struct Gathered {
+  static constexpr int kMostRows = 8;  // more would need more pointers than there are registers
   const float* const* rows;
   int64_t first;
   HWY_INLINE Gathered from(int i) const { return {rows + i, first}; }
@@ -117,18 +122,14 @@ struct Gathered {
   HWY_INLINE const float* vectors(int64_t k) const { return rows[k] + first; }
 };
 
-// acc[i][v] = sum_k a(i, k) * b(k)[v * kLanes], then `done(i, v, acc)`.
+// acc[i][v] = sum_k a(i, k) * b(k)[v * kLanes], then `done(i, acc[i])`.
 template <int MR, int NV, class A, class B, class Done>
 HWY_INLINE void micro_kernel(const A& operand, const B& b, int depth, Done done) {
   const D d;
   const auto a = operand.template block<MR>();
   V acc[MR][NV];
-  HWY_UNROLL(16)
-  for (int i = 0; i < MR; ++i) {
-    HWY_UNROLL(16)
-    for (int v = 0; v < NV; ++v) acc[i][v] = hn::Zero(d);
-  }
-  for (int64_t k = 0; k < depth; ++k) {
+  // The first term starts the sums: zeros would be moved into every accumulator, by the ports that multiply.
+  const auto term = [&](int64_t k, auto first) HWY_ATTR {
     V bv[NV];
     HWY_UNROLL(16)
     for (int v = 0; v < NV; ++v) bv[v] = hn::LoadU(d, b.vectors(k) + v * kLanes);
@@ -136,61 +137,65 @@ HWY_INLINE void micro_kernel(const A& operand, const B& b, int depth, Done done)
     for (int i = 0; i < MR; ++i) {
       const V av = hn::Set(d, a.at(i, k));
       HWY_UNROLL(16)
-      for (int v = 0; v < NV; ++v) acc[i][v] = hn::MulAdd(av, bv[v], acc[i][v]);
+      for (int v = 0; v < NV; ++v)
+        acc[i][v] = decltype(first)::value ? hn::Mul(av, bv[v]) : hn::MulAdd(av, bv[v], acc[i][v]);
     }
-  }
+  };
+  term(0, std::true_type());
+  for (int64_t k = 1; k < depth; ++k) term(k, std::false_type());
   HWY_UNROLL(16)
-  for (int i = 0; i < MR; ++i) {
-    HWY_UNROLL(16)
-    for (int v = 0; v < NV; ++v) done(i, v, acc[i][v]);
-  }
+  for (int i = 0; i < MR; ++i) done(i, acc[i]);
 }
 
-// c[i][v] = (fresh ? 0 : c * alpha[i]) + a b, for m rows in blocks of at most kAccs / NV. alpha null: 1.
-template <int MR, int NV, bool kFresh, class A, class B>
+// What a product is added to: nothing, c, or c * alpha[i].
+enum class Onto { kNothing, kSum, kScaledSum };
+
+template <int MR, int NV, Onto kOnto, class A, class B>
 HWY_INLINE void product_block(const A& a, const B& b, int depth, float* c, int64_t ldc, const float* alpha) {
   const D d;
-  micro_kernel<MR, NV>(a, b, depth, [&](int i, int v, V acc) HWY_ATTR {
-    float* to = c + i * ldc + v * kLanes;
-    if constexpr (!kFresh)
-      acc = alpha ? hn::MulAdd(hn::Load(d, to), hn::Set(d, alpha[i]), acc) : hn::Add(hn::Load(d, to), acc);
-    hn::Store(acc, d, to);
+  micro_kernel<MR, NV>(a, b, depth, [&](int i, const V(&acc)[NV]) HWY_ATTR {
+    float* to = c + i * ldc;
+    const V scale = hn::Set(d, kOnto == Onto::kScaledSum ? alpha[i] : 1.0f);
+    HWY_UNROLL(16)
+    for (int v = 0; v < NV; ++v) {
+      V sum = acc[v];
+      if constexpr (kOnto == Onto::kSum) sum = hn::Add(hn::Load(d, to + v * kLanes), sum);
+      if constexpr (kOnto == Onto::kScaledSum) sum = hn::MulAdd(hn::Load(d, to + v * kLanes), scale, sum);
+      hn::Store(sum, d, to + v * kLanes);
+    }
   });
 }
 
-template <int NV, bool kFresh, class A, class B>
+// For m rows in blocks of at most kAccs / NV.
+template <int NV, Onto kOnto, class A, class B>
 HWY_NOINLINE void product_rows(int m, const A& a, const B& b, int depth, float* c, int64_t ldc,
                                const float* alpha, FetchAhead& ahead) {
-  // More than 8 rows of `a` would need more pointers than there are registers.
-  constexpr int kBlock = std::min(8, kAccs / NV);
+  constexpr int kBlock = std::min(A::kMostRows, kAccs / NV);
   int i = 0;
   auto block = [&](auto size) HWY_ATTR {
     constexpr int MR = decltype(size)::value;
     for (; m - i >= MR; i += MR) {
       ahead.step();
-      product_block<MR, NV, kFresh>(a.from(i), b, depth, c + i * ldc, ldc, alpha ? alpha + i : nullptr);
+      product_block<MR, NV, kOnto>(a.from(i), b, depth, c + i * ldc, ldc, alpha ? alpha + i : nullptr);
     }
   };
   block(std::integral_constant<int, kBlock>{});
+  if constexpr (kBlock > 8) block(std::integral_constant<int, 8>{});
   if constexpr (kBlock > 6) block(std::integral_constant<int, 6>{});
   if constexpr (kBlock > 4) block(std::integral_constant<int, 4>{});
   if constexpr (kBlock > 2) block(std::integral_constant<int, 2>{});
   block(std::integral_constant<int, 1>{});
 }
 
-// One panel of `vecs` vectors.
-template <bool kFresh, class A, class B>
+// One panel of `vecs` vectors, kMost at most.
+template <int kMost, Onto kOnto, class A, class B>
 void product(int vecs, int m, const A& a, const B& b, int depth, float* c, int64_t ldc, const float* alpha,
              FetchAhead& ahead) {
-  switch (vecs) {
-    case 1:
-      return product_rows<1, kFresh>(m, a, b, depth, c, ldc, alpha, ahead);
-    case 2:
-      return product_rows<2, kFresh>(m, a, b, depth, c, ldc, alpha, ahead);
-  }
-  if constexpr (kVecs == 4) {
-    if (vecs == 3) product_rows<3, kFresh>(m, a, b, depth, c, ldc, alpha, ahead);
-    if (vecs == 4) product_rows<4, kFresh>(m, a, b, depth, c, ldc, alpha, ahead);
+  if (vecs == 1) return product_rows<1, kOnto>(m, a, b, depth, c, ldc, alpha, ahead);
+  if (vecs == 2) return product_rows<2, kOnto>(m, a, b, depth, c, ldc, alpha, ahead);
+  if constexpr (kMost == 4) {
+    if (vecs == 3) product_rows<3, kOnto>(m, a, b, depth, c, ldc, alpha, ahead);
+    if (vecs == 4) product_rows<4, kOnto>(m, a, b, depth, c, ldc, alpha, ahead);
   }
 }
 
@@ -368,9 +373,10 @@ struct Worker {
         steps += num_few_blocks(m) * (kSimdKeys / 2 + d_v / kColumnBlock);
         continue;
       }
-      const auto block_rows = [](int v) { return std::min(8, kAccs / std::min(v, kVecs)); };
-      steps += ceil_div(vecs, kVecs) * ceil_div(kSimdKeys, block_rows(vecs)) * ceil_div(d_qk, kDepth);
-      steps += ceil_div(d_v, kPanel) * ceil_div(m, block_rows(kVecs));
+      const int score_rows = std::min(Gathered::kMostRows, kAccs / std::min(vecs, kVecs)),
+                out_rows = std::min(Strided<1>::kMostRows, kAccs / kOutVecs);
+      steps += ceil_div(vecs, kVecs) * ceil_div(kSimdKeys, score_rows) * ceil_div(d_qk, kDepth);
+      steps += ceil_div(d_v, kOutVecs * kLanes) * ceil_div(m, out_rows);
     }
     return steps;
   }
@@ -454,11 +460,11 @@ struct Worker {
         float* to = scores + v * kLanes;
         const int n = std::min(kVecs, vecs - v);
         const Gathered left{floats, k};
-        const Strided right{panel, 1, kPanel};
+        const Strided<kPanel> right{panel};
         if (k == 0)
-          product<true>(n, n_keys, left, right, depth, to, kSimdRows, nullptr, ahead);
+          product<kVecs, Onto::kNothing>(n, n_keys, left, right, depth, to, kSimdRows, nullptr, ahead);
         else
-          product<false>(n, n_keys, left, right, depth, to, kSimdRows, nullptr, ahead);
+          product<kVecs, Onto::kSum>(n, n_keys, left, right, depth, to, kSimdRows, nullptr, ahead);
       }
     }
   }
@@ -476,31 +482,50 @@ struct Worker {
 
   // Online softmax: m, l and alpha of the group, P^T over S^T.
   HWY_INLINE void softmax(int g, int n, bool first) {
+    constexpr int kPair = kManyRegisters ? 2 : 1;  // vectors at a time: one alone waits for latencies
+    int v = 0;
+    for (; v + (kPair - 1) * kLanes < group_rows(g); v += kPair * kLanes) softmax_of<kPair>(g, v, n, first);
+    if (v < group_rows(g)) softmax_of<1>(g, v, n, first);
+  }
+
+  // Of kNum vectors of rows from v on.
+  template <int kNum>
+  HWY_INLINE void softmax_of(int g, int v, int n, bool first) {
     const D d;
     const V scale = hn::Set(d, item.score_scale), none = hn::Set(d, -std::numeric_limits<float>::infinity());
-    for (int v = 0; v < group_rows(g); v += kLanes) {
-      float* s = scores + v;
-      float* m_at = max + g * kSimdRows + v;
-      float* l_at = sum + g * kSimdRows + v;
-      V top = hn::Load(d, s);
-      for (int j = 1; j < n; ++j) top = hn::Max(top, hn::Load(d, s + j * kSimdRows));
-      const V m_old = first ? none : hn::Load(d, m_at);
-      const V m = hn::Max(m_old, hn::Mul(top, scale));
-      // All keys hidden so far: subtract 0 instead of -inf, every weight is exp(-inf) = 0.
-      const V base = hn::IfThenElse(hn::Eq(m, none), hn::Zero(d), m);
-      V l = hn::Zero(d);
-      for (int j = 0; j < n; ++j) {
-        const V x = hn::MulSub(hn::Load(d, s + j * kSimdRows), scale, base);
-        const V p = exp_to_one(x);
-        l = hn::Add(l, p);
-        hn::Store(p, d, s + j * kSimdRows);
-      }
-      const V shrink = hn::Sub(m_old, base);
-      const V a = exp_to_one(shrink);
-      hn::Store(a, d, alpha + v);
-      hn::Store(m, d, m_at);
-      hn::Store(first ? l : hn::MulAdd(hn::Load(d, l_at), a, l), d, l_at);
+    float* s = scores + v;
+    float* m_at = max + g * kSimdRows + v;
+    float* l_at = sum + g * kSimdRows + v;
+    V top[kNum], base[kNum], l[kNum], a[kNum];
+    HWY_UNROLL(2)
+    for (int i = 0; i < kNum; ++i) top[i] = hn::Load(d, s + i * kLanes);
+    for (int j = 1; j < n; ++j) {
+      HWY_UNROLL(2)
+      for (int i = 0; i < kNum; ++i) top[i] = hn::Max(top[i], hn::Load(d, s + j * kSimdRows + i * kLanes));
     }
+    HWY_UNROLL(2)
+    for (int i = 0; i < kNum; ++i) {
+      const V m_old = first ? none : hn::Load(d, m_at + i * kLanes);
+      const V m = hn::Max(m_old, hn::Mul(top[i], scale));
+      // All keys hidden so far: subtract 0 instead of -inf, every weight is exp(-inf) = 0.
+      base[i] = hn::IfThenElse(hn::Eq(m, none), hn::Zero(d), m);
+      a[i] = exp_to_one(hn::Sub(m_old, base[i]));
+      l[i] = hn::Zero(d);
+      hn::Store(a[i], d, alpha + v + i * kLanes);
+      hn::Store(m, d, m_at + i * kLanes);
+    }
+    for (int j = 0; j < n; ++j) {
+      HWY_UNROLL(2)
+      for (int i = 0; i < kNum; ++i) {
+        float* at = s + j * kSimdRows + i * kLanes;
+        const V p = exp_to_one(hn::MulSub(hn::Load(d, at), scale, base[i]));
+        l[i] = hn::Add(l[i], p);
+        hn::Store(p, d, at);
+      }
+    }
+    HWY_UNROLL(2)
+    for (int i = 0; i < kNum; ++i)
+      hn::Store(first ? l[i] : hn::MulAdd(hn::Load(d, l_at + i * kLanes), a[i], l[i]), d, l_at + i * kLanes);
   }
 
   HWY_INLINE void accumulate(int g, int n_keys, bool first) {
@@ -527,15 +552,15 @@ struct Worker {
                        ahead);
       });
     }
-    for (int v = 0; v < vecs; v += kVecs) {
-      const int n = std::min(kVecs, vecs - v);
+    for (int v = 0; v < vecs; v += kOutVecs) {
+      const int n = std::min(kOutVecs, vecs - v);
       float* to = o + v * kLanes;
-      const Strided left{scores, 1, kSimdRows};
+      const Strided<kSimdRows> left{scores};
       const Gathered right{floats, v * kLanes};
       if (first)
-        product<true>(n, m, left, right, n_keys, to, layout.out_ld, nullptr, ahead);
+        product<kOutVecs, Onto::kNothing>(n, m, left, right, n_keys, to, layout.out_ld, nullptr, ahead);
       else
-        product<false>(n, m, left, right, n_keys, to, layout.out_ld, alpha, ahead);
+        product<kOutVecs, Onto::kScaledSum>(n, m, left, right, n_keys, to, layout.out_ld, alpha, ahead);
     }
   }
 
