@@ -34,7 +34,7 @@ SplitParams split_params(const VerifyProblem& p, const HostPlan& host, const Run
   const bool amx = simd_products(p.shape, p.q.dtype, p.kv.dtype) == SimdProducts::kAmx;
   s.tile = amx ? cpu_simd_amx_tile(max_q * s.h_q) : cpu_simd_tile(max_q * s.h_q);
   // About 0.1 ms. A helper that is asleep takes half of that to come; if it comes too late, the caller has done its share.
-  s.min_payload = (amx ? 20 : 2) * tile_cost(s.tile, kSimdRows);
+  s.min_payload = (amx ? 11 : 2) * tile_cost(s.tile, kSimdRows);
   if (options.batch_invariant)
     s.fixed_tiles =
         ceil_div(options.split_keys > 0 ? options.split_keys : kDefaultSplitKeys, s.tile.keys_per_tile);
