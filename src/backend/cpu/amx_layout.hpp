@@ -1,5 +1,5 @@
-// How operands of AMX lie in memory (amx.hpp draws it), in plain code: what the packing of the kernel is made of or held against
-// on any CPU. Functions are inlined so that the kernel has them with its own instructions.
+// How operands of AMX lie in memory (amx.hpp draws it), and in plain code what packs and multiplies them: the kernel does the same
+// by vectors and tile registers and is held against this, which runs on any CPU.
 #pragma once
 
 #include <cstdint>
