@@ -1,5 +1,5 @@
-// cpu_simd on bf16 dot products, forced where the CPU has them: what must hold beside the bounds that simd_targets_test
-// checks. A row of NaN or infinity stays where it is seen, and batch-invariant rows keep their bits.
+// cpu_simd on bf16 dot products and on AMX, forced where the CPU has them: what must hold beside the bounds that
+// simd_targets_test checks. A row of NaN or infinity stays where it is seen, and batch-invariant rows keep their bits.
 
 #include <cmath>
 #include <limits>
@@ -7,6 +7,7 @@
 
 #include <gtest/gtest.h>
 
+#include "backend/cpu/amx.hpp"
 #include "backend/cpu/bf16_dot.hpp"
 #include "backend/cpu/simd_kernel.hpp"
 #include "conformance.hpp"
@@ -19,14 +20,17 @@ namespace {
 
 using Floats = std::vector<float>;
 
-class Bf16Dot : public testing::Test {
+class Bf16Products : public testing::TestWithParam<std::string> {
  protected:
   void SetUp() override {
-    if (!bf16_dot_available()) GTEST_SKIP() << "no bf16 dot products on this CPU";
-    ASSERT_TRUE(simd_force_target(kBf16DotTarget));
+    const bool available = GetParam() == kAmxTarget ? amx_available() : bf16_dot_available();
+    if (!available) GTEST_SKIP() << "no " << GetParam() << " on this CPU, or not granted to this process";
+    ASSERT_TRUE(simd_force_target(GetParam()));
   }
   void TearDown() override { simd_force_target(""); }
 };
+INSTANTIATE_TEST_SUITE_P(All, Bf16Products, testing::Values(kBf16DotTarget, kAmxTarget),
+                         [](const auto& target) { return target.param; });
 
 Case make(std::vector<RequestSpec> requests, int h_q, TreeKind tree = TreeKind::kRandom) {
   CaseSpec s;
@@ -78,22 +82,23 @@ VerifyProblem only(VerifyProblem p, int r, const int32_t* q_indptr) {
   return p;
 }
 
-TEST_F(Bf16Dot, IsForBf16QueriesAndCachesOfWholeVectors) {
+TEST_P(Bf16Products, IsForBf16QueriesAndCachesOfWholeVectors) {
   const MlaShape mla{8, 512, 64};
-  EXPECT_TRUE(simd_uses_dot(mla, DType::kBF16, DType::kBF16));
-  EXPECT_EQ(simd_target(mla, DType::kBF16, DType::kBF16), kBf16DotTarget);
-  EXPECT_FALSE(simd_uses_dot(mla, DType::kBF16, DType::kF8E4M3));
-  EXPECT_FALSE(simd_uses_dot(mla, DType::kBF16, DType::kQ8));
-  EXPECT_FALSE(simd_uses_dot(mla, DType::kF32, DType::kBF16));
-  EXPECT_FALSE(simd_uses_dot({8, 512, 8}, DType::kBF16, DType::kBF16));
+  EXPECT_EQ(simd_products(mla, DType::kBF16, DType::kBF16),
+            GetParam() == kAmxTarget ? SimdProducts::kAmx : SimdProducts::kDot);
+  EXPECT_EQ(simd_target(mla, DType::kBF16, DType::kBF16), GetParam());
+  EXPECT_EQ(simd_products(mla, DType::kBF16, DType::kF8E4M3), SimdProducts::kFma);
+  EXPECT_EQ(simd_products(mla, DType::kBF16, DType::kQ8), SimdProducts::kFma);
+  EXPECT_EQ(simd_products(mla, DType::kF32, DType::kBF16), SimdProducts::kFma);
+  EXPECT_EQ(simd_products({8, 512, 8}, DType::kBF16, DType::kBF16), SimdProducts::kFma);
   ASSERT_TRUE(simd_force_target("AVX3"));
-  EXPECT_FALSE(simd_uses_dot(mla, DType::kBF16, DType::kBF16));
+  EXPECT_EQ(simd_products(mla, DType::kBF16, DType::kBF16), SimdProducts::kFma);
 }
 
 // Every number of rows and keys around the sizes of blocks.
-TEST_F(Bf16Dot, AllNumbersOfRowsAndKeys) {
+TEST_P(Bf16Products, AllNumbersOfRowsAndKeys) {
   for (int rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 15, 16, 17, 31, 33, 48, 49, 63, 64, 65, 71, 72, 73}) {
-    for (int prefix : {0, 1, 2, 3, 4, 5, 6, 7, 63, 64, 66, 130}) {
+    for (int prefix : {0, 1, 2, 3, 4, 5, 6, 7, 63, 64, 66, 130, 255, 256, 300, 540}) {
       const Case c = make({{prefix, 1}}, rows);
       const VerifyProblem p = c.problem();
       const Comparison result =
@@ -104,7 +109,8 @@ TEST_F(Bf16Dot, AllNumbersOfRowsAndKeys) {
 }
 
 // Values packed first, or read from the keys where they lie, in either layout: the same sums in the same order.
-TEST_F(Bf16Dot, FewRowsWithoutPackedValuesHaveTheSameBits) {
+TEST(Bf16Dot, FewRowsWithoutPackedValuesHaveTheSameBits) {
+  if (!bf16_dot_available()) GTEST_SKIP() << "no bf16 dot products on this CPU";
   constexpr int kWidth = 96, kLd = kWidth;  // a panel and a half
   std::mt19937 rng(3);
   std::vector<uint16_t> in_order(kSimdKeys * kWidth), interleaved(in_order.size());
@@ -146,7 +152,7 @@ TEST_F(Bf16Dot, FewRowsWithoutPackedValuesHaveTheSameBits) {
   }
 }
 
-TEST_F(Bf16Dot, NanAndInfinityReachTheRowsThatSeeThem) {
+TEST_P(Bf16Products, NanAndInfinityReachTheRowsThatSeeThem) {
   const float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
   const int prefix = 100, n = 9;
   const RunOptions options{.backend = "cpu_simd"};
@@ -178,11 +184,12 @@ TEST_F(Bf16Dot, NanAndInfinityReachTheRowsThatSeeThem) {
   }
 }
 
-TEST_F(Bf16Dot, BatchInvariantRowsAreBitEqualAloneAndOnAnyNumberOfThreads) {
+TEST_P(Bf16Products, BatchInvariantRowsAreBitEqualAloneAndOnAnyNumberOfThreads) {
   for (int h_q : {1, 3, 8}) {
     const Case c = make({{1000, 9}, {64, 33}, {300, 1}, {127, 1}}, h_q);
     const VerifyProblem p = c.problem();
-    RunOptions options{.backend = "cpu_simd", .num_threads = 3, .batch_invariant = true, .split_keys = 128};
+    RunOptions options{
+        .backend = "cpu_simd", .num_threads = 3, .batch_invariant = true, .split_keys = h_q == 1 ? 640 : 128};
     const Result batch = run(p, options);
     for (int threads : {1, 2, 7}) {
       options.num_threads = threads;
@@ -198,9 +205,30 @@ TEST_F(Bf16Dot, BatchInvariantRowsAreBitEqualAloneAndOnAnyNumberOfThreads) {
   }
 }
 
+// A row whose later keys score far above its first ones, tile after tile, and one where they fall.
+TEST_P(Bf16Products, RisingAndFallingScores) {
+  const int prefix = 700;
+  const Case c = make({{prefix, 2}}, 9);
+  VerifyProblem p = c.problem();
+  const int64_t d_qk = p.shape.d_qk(), count = p.kv.num_pages * p.kv.page_size * d_qk;
+  const uint16_t* kv = static_cast<const uint16_t*>(p.kv.data);
+  for (float slope : {0.05f, -0.05f}) {
+    std::vector<uint16_t> ramp(kv, kv + count);
+    std::vector<uint16_t> q(p.q.total_q * p.shape.h_q * d_qk, float_to_bf16(0.25f));
+    for (int t = 0; t < prefix + 2; ++t) {
+      const int64_t row = pool_row(p.pages, p.kv.page_size, page_base(p.pages, 0), t);
+      for (int k = 512; k < d_qk; ++k) ramp[row * d_qk + k] = float_to_bf16(slope * static_cast<float>(t));
+    }
+    p.kv.data = ramp.data();
+    p.q.data = q.data();
+    const Comparison result = compare_with_oracle(p, run(p, {.backend = "cpu_simd"}));
+    EXPECT_TRUE(result.ok) << "slope " << slope << ": " << result.failure;
+  }
+}
+
 // The first nodes of a chain, verified without the later ones, have the bits they have among all: rows of one call differ
 // in number, in their groups and in the last key tile.
-TEST_F(Bf16Dot, BatchInvariantChainAtOnceEqualsItsBeginnings) {
+TEST_P(Bf16Products, BatchInvariantChainAtOnceEqualsItsBeginnings) {
   const int prefix = 120, n = 70;
   const Case c = make({{prefix, n}}, 4, TreeKind::kChain);
   const VerifyProblem p = c.problem();

@@ -341,8 +341,9 @@ Precision precision_of(DType dtype) {
 }
 
 Precision host_arithmetic(const std::string& backend, const VerifyProblem& p) {
-  return backend == "cpu_simd" && simd_uses_dot(p.shape, p.q.dtype, p.kv.dtype) ? Precision::kBF16
-                                                                                : Precision::kF32;
+  const bool bf16 =
+      backend == "cpu_simd" && simd_products(p.shape, p.q.dtype, p.kv.dtype) != SimdProducts::kFma;
+  return bf16 ? Precision::kBF16 : Precision::kF32;
 }
 
 Comparison Instance::judge(Precision arithmetic) const {

@@ -23,6 +23,8 @@ struct KernelModel {
 
 // The tile of cpu_simd for batches whose largest q_len * h_q is `rows`.
 TilePolicy cpu_simd_tile(int rows);
+// The same where AMX multiplies (the CPU's own affair: no model of a device says so).
+TilePolicy cpu_simd_amx_tile(int rows);
 
 // Models of the kernels that could run the shape on the device, in order of the ladder, those on tensor cores as calls prefer them, whether
 // this build has them or not;

@@ -641,7 +641,7 @@ class Bench(CliTest):
         self.assertEqual(len(rows), 16)
         self.assertEqual({row[-1] for row in rows}, {"yes"})
         self.assertEqual({row[0] for row in rows}, {"cpu_simd", "cpu_oracle"})
-        self.assertRegex(self.result.stdout, r"ceilings +float32 FMA [\d.]+ GFLOP/s, (bf16 dot [\d.]+ GFLOP/s, )?read [\d.]+ GB/s")
+        self.assertRegex(self.result.stdout, r"ceilings +float32 FMA [\d.]+ GFLOP/s, (bf16 dot [\d.]+ GFLOP/s, )?(AMX [\d.]+ GFLOP/s, )?read [\d.]+ GB/s")
         self.assertRegex(self.result.stdout, r"\n16 rows in ")
 
     def test_csv(self):

@@ -3,8 +3,8 @@
 //     bench_cpu --benchmark_filter=verify/bf16/.*/prefix:4096
 //
 //   ceiling/...   one thread's loops in registers (fma, dot) and over memory (read): what the rest is a share of
-//   tile/...      one stage of one tile of 64 keys, again and again on data that stays in the caches, one thread: load (widening,
-//                 packing), score, softmax, accumulate; `dot` are those on bf16 dot products
+//   tile/...      one stage of one tile of 64 keys (AMX: 256), again and again on data that stays in the caches, one thread: load
+//                 (widening, packing), score, softmax, accumulate; `dot` and `amx` are those on bf16 dot products and on AMX
 //   pack/...      moving bf16 rows for dot products, and writing an interleaved cache
 //   verify/...    Verifier::run() on rows in random order, warm, TREEMLA_NUM_THREADS threads or one a core; the result is checked
 //                 against the oracle
@@ -24,6 +24,7 @@
 #include <benchmark/benchmark.h>
 #include <fmt/format.h>
 
+#include "backend/cpu/amx.hpp"
 #include "backend/cpu/bf16_dot.hpp"
 #include "backend/cpu/simd_kernel.hpp"
 #include "backend/cpu/thread_pool.hpp"
@@ -105,13 +106,14 @@ class Target {
 
 void tile_stage(State& state, SimdStage stage, const Cache& cache, const std::string& target, int rows) {
   const Target forced(target);
-  BenchPool pool(cache.dtype, 1, kSimdKeys, 1, 1, 1);
+  const int keys = target == kAmxTarget ? kAmxKeys : kSimdKeys;
+  BenchPool pool(cache.dtype, 1, keys, 1, 1, 1);
   pool.layout = cache.layout;
-  const BenchInput input(pool, 1, rows, kSimdKeys, MaskKind::kNone, TreeKind::kChain, 1);
+  const BenchInput input(pool, 1, rows, keys, MaskKind::kNone, TreeKind::kChain, 1);
   const VerifyProblem& p = input.problem();
   std::vector<int64_t> pool_rows(pool.page_order.begin(), pool.page_order.end());
   const std::vector<uint32_t> bits = {1};
-  const SimdScratch layout(p.shape, rows);
+  const SimdScratch layout(p.shape, rows, simd_products(p.shape, p.q.dtype, cache.dtype));
   const Aligned<float> scratch = aligned<float>(layout.floats);
 
   SimdItem item;
@@ -128,12 +130,12 @@ void tile_stage(State& state, SimdStage stage, const Cache& cache, const std::st
   item.bits = bits.data();
   item.words = 1;
   item.row_end = rows;
-  item.key_end = item.prefix_len = kSimdKeys;
+  item.key_end = item.prefix_len = keys;
   item.score_scale = static_cast<float>(p.sm_scale);
 
   constexpr int kTimes = 64;
   for (auto _ : state) simd_repeat(stage, kTimes, item, layout, scratch.get());
-  const double products = 2.0 * kTimes * rows * kSimdKeys;
+  const double products = 2.0 * kTimes * rows * keys;
   if (stage == SimdStage::kScore) set_rate(state, "FLOP/s", products * kDqk);
   if (stage == SimdStage::kAccumulate) set_rate(state, "FLOP/s", products * kDv);
   set_rate(state, "tiles/s", kTimes);
@@ -150,15 +152,15 @@ void register_stages() {
                                {"accumulate", SimdStage::kAccumulate}};
   const std::vector<std::string> targets = simd_targets();
   for (const std::string& target : targets) {
-    const bool dot = target == kBf16DotTarget;
-    if (!dot && target != simd_target({1, kDv, 64}, DType::kF32, DType::kF32))
+    const bool bf16 = target == kBf16DotTarget || target == kAmxTarget;
+    const char* prefix = target == kAmxTarget ? "amx_" : bf16 ? "dot_" : "";
+    if (!bf16 && target != simd_target({1, kDv, 64}, DType::kF32, DType::kF32))
       continue;  // the best of float32
     for (const Cache& cache : kCaches) {
-      if (dot && cache.dtype != DType::kBF16) continue;
+      if (bf16 && cache.dtype != DType::kBF16) continue;
       for (const Stage& s : kStages) {
-        for (const int rows : {1, 8, 16, 72, 256}) {
-          const std::string name =
-              fmt::format("tile/{}/{}{}/rows:{}", s.name, dot ? "dot_" : "", cache.name, rows);
+        for (const int rows : {1, 8, 16, 32, 72, 256}) {
+          const std::string name = fmt::format("tile/{}/{}{}/rows:{}", s.name, prefix, cache.name, rows);
           benchmark::RegisterBenchmark(
               name.c_str(), [=](State& state) { tile_stage(state, s.stage, cache, target, rows); });
         }
@@ -235,6 +237,7 @@ void verify_call(State& state, const Cache& cache, int h_q, int s_q, int prefix)
   set_rate(state, "FLOP/s", work.flops);
   set_rate(state, "of_fma", work.flops / c.fma_flops_per_s);
   if (c.dot_flops_per_s > 0) set_rate(state, "of_dot", work.flops / c.dot_flops_per_s);
+  if (c.amx_flops_per_s > 0) set_rate(state, "of_amx", work.flops / c.amx_flops_per_s);
   if (c.read_bytes_per_s > 0) set_rate(state, "of_read", work.kv_bytes / c.read_bytes_per_s);
 }
 
@@ -262,6 +265,8 @@ int main(int argc, char** argv) {
   using namespace treemla::cli;
   benchmark::RegisterBenchmark("ceiling/fma", ceiling_loop, fma_chains);
   if (treemla::bf16_dot_available()) benchmark::RegisterBenchmark("ceiling/dot", ceiling_loop, dot_loop);
+  if (treemla::amx_available())
+    benchmark::RegisterBenchmark("ceiling/amx", ceiling_loop, treemla::amx_chains);
   benchmark::RegisterBenchmark("ceiling/read", ceiling_read)
       ->ArgName("bytes")
       ->Arg(16 << 10)

@@ -44,9 +44,12 @@ struct RowRates {
         flops_per_s(r.work.flops / r.timing.warm_s),
         of_read(r.on_cpu && c.read_bytes_per_s > 0 ? bytes_per_s / c.read_bytes_per_s : 0),
         of_fma(r.on_cpu && c.fma_flops_per_s > 0 ? flops_per_s / c.fma_flops_per_s : 0),
-        of_dot(r.on_cpu && r.dtype == DType::kBF16 && c.dot_flops_per_s > 0 ? flops_per_s / c.dot_flops_per_s
-                                                                            : 0) {}
-  double bytes_per_s, flops_per_s, of_read, of_fma, of_dot;
+        of_dot(of_bf16(r, c.dot_flops_per_s)),
+        of_amx(of_bf16(r, c.amx_flops_per_s)) {}
+  double of_bf16(const BenchRow& r, double ceiling) const {
+    return r.on_cpu && r.dtype == DType::kBF16 && ceiling > 0 ? flops_per_s / ceiling : 0;
+  }
+  double bytes_per_s, flops_per_s, of_read, of_fma, of_dot, of_amx;
 };
 
 std::string csv_share(double share) { return share > 0 ? fmt::format("{:.4f}", share) : ""; }
@@ -61,17 +64,17 @@ std::string csv_field(const std::string& text) {
 constexpr const char* kCsvHeader =
     "device,backend,dtype,page_size,mask,tree,b,s_q,h_q,prefix,warm_us,cold_us,noise,gb_per_s,tflop_per_s,of_"
     "read,"
-    "of_fma,of_dot,checked,threads,revision,date,not_run\n";
+    "of_fma,of_dot,of_amx,checked,threads,revision,date,not_run\n";
 
 // A row that was not run has empty figures.
 std::string csv_line(const BenchRow& r, const BenchContext& c) {
-  std::string figures = ",,,,,,,";
+  std::string figures = ",,,,,,,,";
   if (r.not_run.empty()) {
     const RowRates rates(r, c.ceilings);
-    figures =
-        fmt::format("{:.3f},{:.3f},{:.4f},{:.3f},{:.5f},{},{},{}", r.timing.warm_s * 1e6,
-                    r.timing.cold_s * 1e6, r.timing.noise, rates.bytes_per_s / 1e9, rates.flops_per_s / 1e12,
-                    csv_share(rates.of_read), csv_share(rates.of_fma), csv_share(rates.of_dot));
+    figures = fmt::format("{:.3f},{:.3f},{:.4f},{:.3f},{:.5f},{},{},{},{}", r.timing.warm_s * 1e6,
+                          r.timing.cold_s * 1e6, r.timing.noise, rates.bytes_per_s / 1e9,
+                          rates.flops_per_s / 1e12, csv_share(rates.of_read), csv_share(rates.of_fma),
+                          csv_share(rates.of_dot), csv_share(rates.of_amx));
   }
   return fmt::format("{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{}\n", csv_field(r.device), r.backend,
                      dtype_name(r.dtype), r.page_size, r.mask, r.tree, r.b, r.s_q, r.h_q, r.prefix, figures,
@@ -106,6 +109,7 @@ Json json_row(const BenchRow& r, const BenchContext& c) {
   j["of_read"] = rates.of_read;
   j["of_fma"] = rates.of_fma;
   j["of_dot"] = rates.of_dot;
+  j["of_amx"] = rates.of_amx;
   j["checked"] = r.checked;
   return j;
 }
@@ -127,6 +131,7 @@ Json json_context(const BenchContext& c) {
           {"ceilings",
            {{"fma_flops_per_s", c.ceilings.fma_flops_per_s},
             {"dot_flops_per_s", c.ceilings.dot_flops_per_s},
+            {"amx_flops_per_s", c.ceilings.amx_flops_per_s},
             {"read_bytes_per_s", c.ceilings.read_bytes_per_s},
             {"read_buffer_bytes", c.ceilings.buffer_bytes}}}};
 }
@@ -148,6 +153,7 @@ Table make_table(const char* flops_title) {
                 {flops_title, Align::kRight, 7},
                 {"of FMA", Align::kRight},
                 {"of dot", Align::kRight},
+                {"of AMX", Align::kRight},
                 {"checked", Align::kLeft}});
 }
 
@@ -167,6 +173,7 @@ void BenchReport::begin(BenchContext context) {
   if (context_.any_on_cpu()) {
     text += fmt::format("ceilings     float32 FMA {:.1f} GFLOP/s, ", c.fma_flops_per_s / 1e9);
     if (c.dot_flops_per_s > 0) text += fmt::format("bf16 dot {:.1f} GFLOP/s, ", c.dot_flops_per_s / 1e9);
+    if (c.amx_flops_per_s > 0) text += fmt::format("AMX {:.1f} GFLOP/s, ", c.amx_flops_per_s / 1e9);
     text += c.read_bytes_per_s > 0 ? fmt::format("read {:.1f} GB/s (a {} buffer)", c.read_bytes_per_s / 1e9,
                                                  bytes_text(c.buffer_bytes))
                                    : "read not measured: too little memory";
@@ -198,7 +205,8 @@ void BenchReport::add(const BenchRow& r) {
                   percent_text(r.timing.noise), fmt::format("{:.2f}", rates.bytes_per_s / 1e9),
                   percent_text(rates.of_read),
                   fmt::format("{:.1f}", rates.flops_per_s / (context_.any_on_cpu() ? 1e9 : 1e12)),
-                  percent_text(rates.of_fma), rates.of_dot > 0 ? percent_text(rates.of_dot) : "", r.checked});
+                  percent_text(rates.of_fma), rates.of_dot > 0 ? percent_text(rates.of_dot) : "",
+                  rates.of_amx > 0 ? percent_text(rates.of_amx) : "", r.checked});
   } else {
     cells.insert(cells.end(), {"n/a", "n/a"});
     notes_ += fmt::format("n/a: {} b {} s_q {} h_q {} prefix {} {} page {}: {}\n", r.backend, r.b, r.s_q,

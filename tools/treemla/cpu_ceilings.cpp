@@ -4,6 +4,7 @@
 //   cycles
 //          need 8 to 10 in flight, and 12 with two operands still fit the 16 registers of AVX2
 //   dot    bf16 dot products: dot_ceiling.cpp
+//   amx    bf16 on tile registers: amx_chains()
 //   read   4 vectors a step summed over a slice of the buffer, in address order: the hardware prefetchers do
 //   the rest
 
@@ -79,6 +80,7 @@ HWY_AFTER_NAMESPACE();
 #include <thread>
 #include <vector>
 
+#include "backend/cpu/amx.hpp"
 #include "backend/cpu/bf16_dot.hpp"
 #include "dot_ceiling.hpp"
 #include "host.hpp"
@@ -171,6 +173,7 @@ CpuCeilings measure_cpu_ceilings(int threads) {
   c.threads = threads;
   c.fma_flops_per_s = loop_flops_per_s(threads, fma_chains);
   if (bf16_dot_available()) c.dot_flops_per_s = loop_flops_per_s(threads, dot_loop);
+  if (amx_available()) c.amx_flops_per_s = loop_flops_per_s(threads, amx_chains);
   const double wanted = std::max(kBufferBytes, 4.0 * static_cast<double>(last_level_cache_bytes()));
   c.buffer_bytes = std::min(wanted, static_cast<double>(memory_available_bytes()) / 4);
   c.read_bytes_per_s = read_bytes_per_s(threads, c.buffer_bytes);

@@ -42,6 +42,8 @@
 #if TREEMLA_BF16_DOT
 
 HWY_PUSH_ATTRIBUTES("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+#include "backend/cpu/avx512_transpose-inl.hpp"
+
 namespace treemla {
 namespace {
 
@@ -166,34 +168,6 @@ HWY_NOINLINE void accumulate_panel(const uint32_t* p, const uint32_t* v, int pai
                                out + r * out_ld, out_ld);
 }
 
-// 16 x 16 words transposed: row i of `from` becomes column i, rows of kSimdRows words.
-HWY_INLINE void transpose_words(const __m512i (&from)[16], uint32_t* to) {
-  __m512i a[16], b[16];
-  HWY_UNROLL(16)
-  for (int i = 0; i < 16; i += 2) {  // pairs of rows
-    a[i] = _mm512_unpacklo_epi32(from[i], from[i + 1]);
-    a[i + 1] = _mm512_unpackhi_epi32(from[i], from[i + 1]);
-  }
-  HWY_UNROLL(16)
-  for (int i = 0; i < 16; i += 4) {  // fours: b[i + c] has column c of every 128-bit lane
-    b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
-    b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
-    b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
-    b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
-  }
-  HWY_UNROLL(16)
-  for (int c = 0; c < 4; ++c) {  // lanes of four vectors: a 4 x 4 transpose of 128-bit blocks
-    const __m512i lo = _mm512_shuffle_i32x4(b[c], b[4 + c], 0x88),
-                  hi = _mm512_shuffle_i32x4(b[c], b[4 + c], 0xDD);
-    const __m512i lo2 = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0x88),
-                  hi2 = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0xDD);
-    _mm512_storeu_si512(to + c * kSimdRows, _mm512_shuffle_i32x4(lo, lo2, 0x88));
-    _mm512_storeu_si512(to + (4 + c) * kSimdRows, _mm512_shuffle_i32x4(hi, hi2, 0x88));
-    _mm512_storeu_si512(to + (8 + c) * kSimdRows, _mm512_shuffle_i32x4(lo, lo2, 0xDD));
-    _mm512_storeu_si512(to + (12 + c) * kSimdRows, _mm512_shuffle_i32x4(hi, hi2, 0xDD));
-  }
-}
-
 // Lanes 0, n, 1, n + 1, ... from `first` on, of vectors with n lanes of 16 bits.
 HWY_INLINE __m512i interleave_index(int first, int n) {
   alignas(64) uint16_t index[32];
@@ -211,7 +185,7 @@ void pack_q(const uint16_t* const* rows, int num_rows, int width, uint32_t* to) 
       HWY_UNROLL(16)
       for (int i = 0; i < 16; ++i)
         from[i] = r + i < num_rows ? _mm512_loadu_si512(rows[r + i] + 2 * word) : _mm512_setzero_si512();
-      transpose_words(from, to + static_cast<int64_t>(word) * kSimdRows + r);
+      transpose_words(from, to + static_cast<int64_t>(word) * kSimdRows + r, kSimdRows);
     }
   }
 }

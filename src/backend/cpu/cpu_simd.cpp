@@ -2,8 +2,8 @@
 // the kernel of simd_kernel.cpp on each work item, then merges the partials.
 //
 // Inputs fp32, bf16, fp16, e4m3, q8_0, widened exactly, and e4m3_packed, whose latents are rounded once to float32;
-// every product and sum in float32; outputs rounded once. Where bf16 dot products are the faster instruction, bf16 queries
-// and caches go through them: exact products, sums in float32, attention weights rounded to bf16.
+// every product and sum in float32; outputs rounded once. Where AMX or bf16 dot products are the faster instructions, bf16
+// queries and caches go through them: exact products, sums in float32, attention weights rounded to bf16.
 
 #include <algorithm>
 #include <cstring>
@@ -31,9 +31,10 @@ SplitParams split_params(const VerifyProblem& p, const HostPlan& host, const Run
   s.h_q = p.shape.h_q;
   s.num_workers = num_threads_of(options.num_threads);
   const int max_q = host.q_len.empty() ? 0 : *std::max_element(host.q_len.begin(), host.q_len.end());
-  s.tile = cpu_simd_tile(max_q * s.h_q);
+  const bool amx = simd_products(p.shape, p.q.dtype, p.kv.dtype) == SimdProducts::kAmx;
+  s.tile = amx ? cpu_simd_amx_tile(max_q * s.h_q) : cpu_simd_tile(max_q * s.h_q);
   // About 0.1 ms. A helper that is asleep takes half of that to come; if it comes too late, the caller has done its share.
-  s.min_payload = 2 * tile_cost(s.tile, kSimdRows);
+  s.min_payload = (amx ? 11 : 2) * tile_cost(s.tile, kSimdRows);
   if (options.batch_invariant)
     s.fixed_tiles =
         ceil_div(options.split_keys > 0 ? options.split_keys : kDefaultSplitKeys, s.tile.keys_per_tile);
@@ -44,7 +45,7 @@ struct SimdPlan : BackendPlan {
   SimdPlan(const VerifyProblem& p, const RunOptions& options)
       : host(p),
         split(make_split_plan(split_params(p, host, options), host.q_len, host.kv_len)),
-        layout(p.shape, split.params.tile.rows_per_tile),
+        layout(p.shape, split.params.tile.rows_per_tile, simd_products(p.shape, p.q.dtype, p.kv.dtype)),
         d_v(p.shape.d_v),
         vectors(simd_target(p.shape, p.q.dtype, p.kv.dtype)) {}
 

@@ -13,11 +13,14 @@
 // read by broadcasts.
 //
 //   T 147 KB and a group's Q^T 147 KB and O 128 KB stream from L2; what the micro-kernel reuses stays in L1:
-//   a 96-deep slice of Q^T (24 KB) in the first product, a 64-wide panel of T (16 KB) in the second.
+//   a 96-deep slice of Q^T (24 KB) in the first product, a 32-wide panel of T (8 KB) and P^T (16 KB) in the second.
 //
 // Where bf16 dot products are the faster instruction, and q and the cache are bf16, both products go to bf16_dot.cpp:
 // T is not made, S^T comes from the cached rows themselves, V is the tile's rows two keys a word, and P^T is rounded
 // to bf16. Mask, softmax and output are the same.
+//
+// With AMX both products and the softmax between them go to amx.cpp, with tiles of up to 256 keys and groups of 32 rows, few rows
+// too: AmxWorker.
 //
 // A group of at most 16 rows goes to few_rows-inl.hpp, with the columns along the vectors. If it is alone and the cache has 16
 // bits, or is q8_0 and the rows are one block, T is not made either: cached rows are widened in registers.
@@ -39,8 +42,11 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <optional>
 
+#include "backend/cpu/amx.hpp"
 #include "backend/cpu/bf16_dot.hpp"
+#include "backend/cpu/fetch_ahead.hpp"
 #include "backend/cpu/few_rows-inl.hpp"
 #include "backend/cpu/simd_kernel.hpp"
 #include "backend/cpu/widen-inl.hpp"
@@ -55,7 +61,10 @@ namespace {
 // Accumulators that fit the register file next to the operands: 24 of 32, or 12 of 16.
 constexpr int kVecs = kManyRegisters || kLanes == 1 ? 4 : 2, kAccs = kManyRegisters ? 24 : 12;
 constexpr int kPanel = kVecs * kLanes;  // rows (or columns) that one micro-kernel call spans
-constexpr int kDepth = 96;              // terms of a chain of FMAs in the first product
+// The second product's panels are narrower and its blocks higher: what a panel of V takes in L1 then leaves room for P and O, wherever
+// in the pool its rows happen to lie.
+constexpr int kOutVecs = 2;
+constexpr int kDepth = 96;                                  // terms of a chain of FMAs in the first product
 static_assert(kSimdRows % kPanel == 0 && kPanel % 4 == 0);  // load_q() moves four rows of a panel at a time
 
 // e^x for x <= 0, within 2 ulp: 2^n e^r with |r| <= ln(2) / 2, the polynomial that of Cephes' expf. Adding 1.5 * 2^23
@@ -78,58 +87,23 @@ HWY_INLINE V exp_to_one(V x) {
   return hn::IfThenElse(hn::IsNaN(x), x, y);  // whose payload may have got into the exponent
 }
 
-// The rows of the next tile on their way to L2, a few lines between the blocks of this one's products: they lie anywhere
-// in the pool, where no hardware prefetcher finds them, and many at once would stall for want of fill buffers.
-class FetchAhead {
- public:
-  explicit FetchAhead(const SimdItem& item)
-      : item_(item),
-        element_bytes_(static_cast<int64_t>(dtype_bytes(item.kv_dtype))),
-        row_bytes_(kv_row_elements(item.shape, item.kv_dtype) * element_bytes_) {}
-
-  // Keys [key, end), in about `steps` steps.
-  void start(int key, int end, int steps) {
-    key_ = key;
-    end_ = end;
-    at_ = 0;
-    lines_ = static_cast<int>(ceil_div((end - key) * row_bytes_, kLine * steps));
-  }
-  HWY_INLINE void step() {
-    for (int64_t left = lines_ * kLine; left > 0 && key_ < end_;) {
-      const char* row =
-          static_cast<const char*>(item_.kv) + item_.pool_rows[key_] * item_.kv_row_stride * element_bytes_;
-      const int64_t begin = at_, end = std::min(row_bytes_, begin + left);
-      for (int64_t at = begin; at < end; at += kLine) __builtin_prefetch(row + at, 0, 2);
-      left -= end - begin;
-      at_ = end;
-      if (end < row_bytes_) continue;
-      at_ = 0;
-      ++key_;
-    }
-  }
-
- private:
-  static constexpr int64_t kLine = 64;  // bytes
-  const SimdItem& item_;
-  int64_t element_bytes_, row_bytes_, at_ = 0;
-  int key_ = 0, end_ = 0, lines_ = 0;
-};
-
-// An operand of the products: row i, term k at p[i * row + k * term].
+// An operand of the products: row i, term k at p[i + k * kTerm].
+template <int kTerm>
 struct Strided {
+  static constexpr int kMostRows = 12;  // of a block
   const float* p;
-  int64_t row, term;
-  HWY_INLINE Strided from(int i) const { return {p + i * row, row, term}; }
+  HWY_INLINE Strided from(int i) const { return {p + i}; }
   template <int MR>
   HWY_INLINE const Strided& block() const {
     return *this;
   }
-  HWY_INLINE float at(int i, int64_t k) const { return p[i * row + k * term]; }
-  HWY_INLINE const float* vectors(int64_t k) const { return p + k * term; }
+  HWY_INLINE float at(int i, int64_t k) const { return p[i + k * kTerm]; }
+  HWY_INLINE const float* vectors(int64_t k) const { return p + k * kTerm; }
 };
 
 // One whose rows lie anywhere: row i, term k at rows[i][first + k]. As the right-hand operand, a row is a term.
 struct Gathered {
+  static constexpr int kMostRows = 8;  // more would need more pointers than there are registers
   const float* const* rows;
   int64_t first;
   HWY_INLINE Gathered from(int i) const { return {rows + i, first}; }
@@ -148,18 +122,14 @@ struct Gathered {
   HWY_INLINE const float* vectors(int64_t k) const { return rows[k] + first; }
 };
 
-// acc[i][v] = sum_k a(i, k) * b(k)[v * kLanes], then `done(i, v, acc)`.
+// acc[i][v] = sum_k a(i, k) * b(k)[v * kLanes], then `done(i, acc[i])`.
 template <int MR, int NV, class A, class B, class Done>
 HWY_INLINE void micro_kernel(const A& operand, const B& b, int depth, Done done) {
   const D d;
   const auto a = operand.template block<MR>();
   V acc[MR][NV];
-  HWY_UNROLL(16)
-  for (int i = 0; i < MR; ++i) {
-    HWY_UNROLL(16)
-    for (int v = 0; v < NV; ++v) acc[i][v] = hn::Zero(d);
-  }
-  for (int64_t k = 0; k < depth; ++k) {
+  // The first term starts the sums: zeros would be moved into every accumulator, by the ports that multiply.
+  const auto term = [&](int64_t k, auto first) HWY_ATTR {
     V bv[NV];
     HWY_UNROLL(16)
     for (int v = 0; v < NV; ++v) bv[v] = hn::LoadU(d, b.vectors(k) + v * kLanes);
@@ -167,68 +137,73 @@ HWY_INLINE void micro_kernel(const A& operand, const B& b, int depth, Done done)
     for (int i = 0; i < MR; ++i) {
       const V av = hn::Set(d, a.at(i, k));
       HWY_UNROLL(16)
-      for (int v = 0; v < NV; ++v) acc[i][v] = hn::MulAdd(av, bv[v], acc[i][v]);
+      for (int v = 0; v < NV; ++v)
+        acc[i][v] = decltype(first)::value ? hn::Mul(av, bv[v]) : hn::MulAdd(av, bv[v], acc[i][v]);
     }
-  }
+  };
+  term(0, std::true_type());
+  for (int64_t k = 1; k < depth; ++k) term(k, std::false_type());
   HWY_UNROLL(16)
-  for (int i = 0; i < MR; ++i) {
-    HWY_UNROLL(16)
-    for (int v = 0; v < NV; ++v) done(i, v, acc[i][v]);
-  }
+  for (int i = 0; i < MR; ++i) done(i, acc[i]);
 }
 
-// c[i][v] = (fresh ? 0 : c * alpha[i]) + a b, for m rows in blocks of at most kAccs / NV. alpha null: 1.
-template <int MR, int NV, bool kFresh, class A, class B>
+// What a product is added to: nothing, c, or c * alpha[i].
+enum class Onto { kNothing, kSum, kScaledSum };
+
+template <int MR, int NV, Onto kOnto, class A, class B>
 HWY_INLINE void product_block(const A& a, const B& b, int depth, float* c, int64_t ldc, const float* alpha) {
   const D d;
-  micro_kernel<MR, NV>(a, b, depth, [&](int i, int v, V acc) HWY_ATTR {
-    float* to = c + i * ldc + v * kLanes;
-    if constexpr (!kFresh)
-      acc = alpha ? hn::MulAdd(hn::Load(d, to), hn::Set(d, alpha[i]), acc) : hn::Add(hn::Load(d, to), acc);
-    hn::Store(acc, d, to);
+  micro_kernel<MR, NV>(a, b, depth, [&](int i, const V(&acc)[NV]) HWY_ATTR {
+    float* to = c + i * ldc;
+    const V scale = hn::Set(d, kOnto == Onto::kScaledSum ? alpha[i] : 1.0f);
+    HWY_UNROLL(16)
+    for (int v = 0; v < NV; ++v) {
+      V sum = acc[v];
+      if constexpr (kOnto == Onto::kSum) sum = hn::Add(hn::Load(d, to + v * kLanes), sum);
+      if constexpr (kOnto == Onto::kScaledSum) sum = hn::MulAdd(hn::Load(d, to + v * kLanes), scale, sum);
+      hn::Store(sum, d, to + v * kLanes);
+    }
   });
 }
 
-template <int NV, bool kFresh, class A, class B>
+// For m rows in blocks of at most kAccs / NV.
+template <int NV, Onto kOnto, class A, class B>
 HWY_NOINLINE void product_rows(int m, const A& a, const B& b, int depth, float* c, int64_t ldc,
                                const float* alpha, FetchAhead& ahead) {
-  // More than 8 rows of `a` would need more pointers than there are registers.
-  constexpr int kBlock = std::min(8, kAccs / NV);
+  constexpr int kBlock = std::min(A::kMostRows, kAccs / NV);
   int i = 0;
   auto block = [&](auto size) HWY_ATTR {
     constexpr int MR = decltype(size)::value;
     for (; m - i >= MR; i += MR) {
       ahead.step();
-      product_block<MR, NV, kFresh>(a.from(i), b, depth, c + i * ldc, ldc, alpha ? alpha + i : nullptr);
+      product_block<MR, NV, kOnto>(a.from(i), b, depth, c + i * ldc, ldc, alpha ? alpha + i : nullptr);
     }
   };
   block(std::integral_constant<int, kBlock>{});
+  if constexpr (kBlock > 8) block(std::integral_constant<int, 8>{});
   if constexpr (kBlock > 6) block(std::integral_constant<int, 6>{});
   if constexpr (kBlock > 4) block(std::integral_constant<int, 4>{});
   if constexpr (kBlock > 2) block(std::integral_constant<int, 2>{});
   block(std::integral_constant<int, 1>{});
 }
 
-// One panel of `vecs` vectors.
-template <bool kFresh, class A, class B>
+// One panel of `vecs` vectors, kMost at most.
+template <int kMost, Onto kOnto, class A, class B>
 void product(int vecs, int m, const A& a, const B& b, int depth, float* c, int64_t ldc, const float* alpha,
              FetchAhead& ahead) {
-  switch (vecs) {
-    case 1:
-      return product_rows<1, kFresh>(m, a, b, depth, c, ldc, alpha, ahead);
-    case 2:
-      return product_rows<2, kFresh>(m, a, b, depth, c, ldc, alpha, ahead);
-  }
-  if constexpr (kVecs == 4) {
-    if (vecs == 3) product_rows<3, kFresh>(m, a, b, depth, c, ldc, alpha, ahead);
-    if (vecs == 4) product_rows<4, kFresh>(m, a, b, depth, c, ldc, alpha, ahead);
+  if (vecs == 1) return product_rows<1, kOnto>(m, a, b, depth, c, ldc, alpha, ahead);
+  if (vecs == 2) return product_rows<2, kOnto>(m, a, b, depth, c, ldc, alpha, ahead);
+  if constexpr (kMost == 4) {
+    if (vecs == 3) product_rows<3, kOnto>(m, a, b, depth, c, ldc, alpha, ahead);
+    if (vecs == 4) product_rows<4, kOnto>(m, a, b, depth, c, ldc, alpha, ahead);
   }
 }
 
 struct Worker {
   const SimdItem& item;
   const SimdScratch& layout;
-  float* tile;    // [kSimdKeys + 1, tile_ld]; the last row is a spare
+  float* tile;    // [kSimdKeys, tile_ld]
+  float* spare;   // [tile_ld] a cached row
   float* q;       // [groups, kSimdRows / kPanel, d_qk, kPanel]
   float* acc;     // [rows, out_ld]
   float* scores;  // [kSimdKeys, kSimdRows] S^T, then P^T
@@ -243,19 +218,20 @@ struct Worker {
   bool direct;                     // are the tile's rows read where they lie?
   const float* floats[kSimdKeys];  // the tile's rows
 
-  // Instead of the tile, with dot products and where widens_as_it_reads():
+  // Instead of the tile, with bf16 products and where widens_as_it_reads():
   bool dot, narrow;
   const uint16_t* keys[kSimdKeys];  // the tile's cached rows, as they lie
   uint16_t* zeros;                  // [d_qk] a key that adds nothing
-  // With dot products, in the place of the tile (but for its last two rows, used as float32 rows):
+  // With dot products, in the place of the tile:
   uint32_t* values;                     // [d_v / 64, kSimdKeys / 2, 64] words
   uint32_t* weights;                    // [kSimdKeys / 2, kSimdRows] words
   const uint16_t* few_dot_q[kFewRows];  // the rows of a last, small group
 
-  Worker(const SimdItem& it, const SimdScratch& lay, float* s, bool use_dot)
+  Worker(const SimdItem& it, const SimdScratch& lay, float* s)
       : item(it),
         layout(lay),
         tile(s + lay.tile),
+        spare(s + lay.spare),
         q(s + lay.q),
         acc(s + lay.acc),
         scores(s + lay.scores),
@@ -268,7 +244,7 @@ struct Worker {
         d_qk(it.shape.d_qk()),
         ahead(it),
         direct(in_place()),
-        dot(use_dot),
+        dot(lay.products == SimdProducts::kDot),
         narrow(!dot && few(0) && widens_as_it_reads()),
         zeros(reinterpret_cast<uint16_t*>(s + lay.zeros)),
         values(reinterpret_cast<uint32_t*>(tile)),
@@ -287,7 +263,6 @@ struct Worker {
   bool interleaved() const { return item.kv_layout == KvLayout::kInterleaved; }
   float* group_q(int g) { return q + static_cast<int64_t>(g) * kSimdRows * d_qk; }
   uint32_t* dot_q(int g) { return reinterpret_cast<uint32_t*>(group_q(g)); }
-  float* spare_row() { return tile + kSimdKeys * layout.tile_ld; }
   const void* query(int local_row) const {
     const int packed = item.row_begin + local_row, node = packed / item.shape.h_q,
               head = packed % item.shape.h_q;
@@ -405,9 +380,10 @@ struct Worker {
         steps += num_few_blocks(m) * (kSimdKeys / 2 + d_v / kColumnBlock);
         continue;
       }
-      const auto block_rows = [](int v) { return std::min(8, kAccs / std::min(v, kVecs)); };
-      steps += ceil_div(vecs, kVecs) * ceil_div(kSimdKeys, block_rows(vecs)) * ceil_div(d_qk, kDepth);
-      steps += ceil_div(d_v, kPanel) * ceil_div(m, block_rows(kVecs));
+      const int score_rows = std::min(Gathered::kMostRows, kAccs / std::min(vecs, kVecs)),
+                out_rows = std::min(Strided<1>::kMostRows, kAccs / kOutVecs);
+      steps += ceil_div(vecs, kVecs) * ceil_div(kSimdKeys, score_rows) * ceil_div(d_qk, kDepth);
+      steps += ceil_div(d_v, kOutVecs * kLanes) * ceil_div(m, out_rows);
     }
     return steps;
   }
@@ -446,8 +422,8 @@ struct Worker {
     for (int j = 0; j < n; ++j) {
       keys[j] = static_cast<const uint16_t*>(cached_row(key + j));
       if (key + j < item.prefix_len) continue;
-      load_key(key + j, spare_row());
-      if (finite(spare_row())) continue;
+      load_key(key + j, spare);
+      if (finite(spare)) continue;
       keys[j] = zeros;
       odd[num_odd++] = j;
     }
@@ -492,11 +468,11 @@ struct Worker {
         float* to = scores + v * kLanes;
         const int n = std::min(kVecs, vecs - v);
         const Gathered left{floats, k};
-        const Strided right{panel, 1, kPanel};
+        const Strided<kPanel> right{panel};
         if (k == 0)
-          product<true>(n, n_keys, left, right, depth, to, kSimdRows, nullptr, ahead);
+          product<kVecs, Onto::kNothing>(n, n_keys, left, right, depth, to, kSimdRows, nullptr, ahead);
         else
-          product<false>(n, n_keys, left, right, depth, to, kSimdRows, nullptr, ahead);
+          product<kVecs, Onto::kSum>(n, n_keys, left, right, depth, to, kSimdRows, nullptr, ahead);
       }
     }
   }
@@ -514,31 +490,50 @@ struct Worker {
 
   // Online softmax: m, l and alpha of the group, P^T over S^T.
   HWY_INLINE void softmax(int g, int n, bool first) {
+    constexpr int kPair = kManyRegisters ? 2 : 1;  // vectors at a time: one alone waits for latencies
+    int v = 0;
+    for (; v + (kPair - 1) * kLanes < group_rows(g); v += kPair * kLanes) softmax_of<kPair>(g, v, n, first);
+    if (v < group_rows(g)) softmax_of<1>(g, v, n, first);
+  }
+
+  // Of kNum vectors of rows from v on.
+  template <int kNum>
+  HWY_INLINE void softmax_of(int g, int v, int n, bool first) {
     const D d;
     const V scale = hn::Set(d, item.score_scale), none = hn::Set(d, -std::numeric_limits<float>::infinity());
-    for (int v = 0; v < group_rows(g); v += kLanes) {
-      float* s = scores + v;
-      float* m_at = max + g * kSimdRows + v;
-      float* l_at = sum + g * kSimdRows + v;
-      V top = hn::Load(d, s);
-      for (int j = 1; j < n; ++j) top = hn::Max(top, hn::Load(d, s + j * kSimdRows));
-      const V m_old = first ? none : hn::Load(d, m_at);
-      const V m = hn::Max(m_old, hn::Mul(top, scale));
-      // All keys hidden so far: subtract 0 instead of -inf, every weight is exp(-inf) = 0.
-      const V base = hn::IfThenElse(hn::Eq(m, none), hn::Zero(d), m);
-      V l = hn::Zero(d);
-      for (int j = 0; j < n; ++j) {
-        const V x = hn::MulSub(hn::Load(d, s + j * kSimdRows), scale, base);
-        const V p = exp_to_one(x);
-        l = hn::Add(l, p);
-        hn::Store(p, d, s + j * kSimdRows);
-      }
-      const V shrink = hn::Sub(m_old, base);
-      const V a = exp_to_one(shrink);
-      hn::Store(a, d, alpha + v);
-      hn::Store(m, d, m_at);
-      hn::Store(first ? l : hn::MulAdd(hn::Load(d, l_at), a, l), d, l_at);
+    float* s = scores + v;
+    float* m_at = max + g * kSimdRows + v;
+    float* l_at = sum + g * kSimdRows + v;
+    V top[kNum], base[kNum], l[kNum], a[kNum];
+    HWY_UNROLL(2)
+    for (int i = 0; i < kNum; ++i) top[i] = hn::Load(d, s + i * kLanes);
+    for (int j = 1; j < n; ++j) {
+      HWY_UNROLL(2)
+      for (int i = 0; i < kNum; ++i) top[i] = hn::Max(top[i], hn::Load(d, s + j * kSimdRows + i * kLanes));
     }
+    HWY_UNROLL(2)
+    for (int i = 0; i < kNum; ++i) {
+      const V m_old = first ? none : hn::Load(d, m_at + i * kLanes);
+      const V m = hn::Max(m_old, hn::Mul(top[i], scale));
+      // All keys hidden so far: subtract 0 instead of -inf, every weight is exp(-inf) = 0.
+      base[i] = hn::IfThenElse(hn::Eq(m, none), hn::Zero(d), m);
+      a[i] = exp_to_one(hn::Sub(m_old, base[i]));
+      l[i] = hn::Zero(d);
+      hn::Store(a[i], d, alpha + v + i * kLanes);
+      hn::Store(m, d, m_at + i * kLanes);
+    }
+    for (int j = 0; j < n; ++j) {
+      HWY_UNROLL(2)
+      for (int i = 0; i < kNum; ++i) {
+        float* at = s + j * kSimdRows + i * kLanes;
+        const V p = exp_to_one(hn::MulSub(hn::Load(d, at), scale, base[i]));
+        l[i] = hn::Add(l[i], p);
+        hn::Store(p, d, at);
+      }
+    }
+    HWY_UNROLL(2)
+    for (int i = 0; i < kNum; ++i)
+      hn::Store(first ? l[i] : hn::MulAdd(hn::Load(d, l_at + i * kLanes), a[i], l[i]), d, l_at + i * kLanes);
   }
 
   HWY_INLINE void accumulate(int g, int n_keys, bool first) {
@@ -565,21 +560,21 @@ struct Worker {
                        ahead);
       });
     }
-    for (int v = 0; v < vecs; v += kVecs) {
-      const int n = std::min(kVecs, vecs - v);
+    for (int v = 0; v < vecs; v += kOutVecs) {
+      const int n = std::min(kOutVecs, vecs - v);
       float* to = o + v * kLanes;
-      const Strided left{scores, 1, kSimdRows};
+      const Strided<kSimdRows> left{scores};
       const Gathered right{floats, v * kLanes};
       if (first)
-        product<true>(n, m, left, right, n_keys, to, layout.out_ld, nullptr, ahead);
+        product<kOutVecs, Onto::kNothing>(n, m, left, right, n_keys, to, layout.out_ld, nullptr, ahead);
       else
-        product<false>(n, m, left, right, n_keys, to, layout.out_ld, alpha, ahead);
+        product<kOutVecs, Onto::kScaledSum>(n, m, left, right, n_keys, to, layout.out_ld, alpha, ahead);
     }
   }
 
   // One key with NaN or infinity in it, for the rows that do see it. Rare, so plain code.
   void add_odd_key(int key) {
-    float* kv = spare_row();
+    float* kv = spare;
     load_key(key, kv);
     for (int r = 0; r < rows; ++r) {
       if (!sees(r, key)) continue;
@@ -631,8 +626,9 @@ struct Worker {
     // The softmax takes whole vectors, of few rows too.
     std::fill_n(scores, kSimdKeys * kSimdRows, 0.0f);
     // The micro-kernel and finite() read whole vectors: columns past d_qk must be numbers.
-    for (int j = narrow ? kSimdKeys : 0; j <= kSimdKeys; ++j)
+    for (int j = 0; j < kSimdKeys && !narrow; ++j)
       std::fill(tile + j * layout.tile_ld + d_qk, tile + (j + 1) * layout.tile_ld, 0.0f);
+    std::fill(spare + d_qk, spare + layout.tile_ld, 0.0f);
   }
 
   void load(int key, int n) {
@@ -683,13 +679,174 @@ struct Worker {
   }
 };
 
-void attend(const SimdItem& item, const SimdScratch& layout, float* scratch, bool dot) {
-  Worker(item, layout, scratch, dot).attend();
+// The same work in the stages of amx.hpp.
+struct AmxWorker : Worker {
+  uint16_t* keys;  // operands as amx.hpp has them
+  uint32_t *q, *values, *weights;
+  const uint16_t* cached[kAmxKeys];  // the tile's cached rows, zeros past the last
+  int odd[kAmxKeys];
+  int num_odd = 0;
+
+  AmxWorker(const SimdItem& it, const SimdScratch& lay, float* s)
+      : Worker(it, lay, s),
+        keys(reinterpret_cast<uint16_t*>(s + lay.tile)),
+        q(reinterpret_cast<uint32_t*>(s + lay.q)),
+        values(reinterpret_cast<uint32_t*>(s + lay.values)),
+        weights(reinterpret_cast<uint32_t*>(s + lay.weights)) {}
+
+  int num_groups() const { return ceil_div(rows, kAmxRows); }
+  int group_rows(int g) const { return std::min(kAmxRows, rows - g * kAmxRows); }
+  uint32_t* group_q(int g) const { return q + static_cast<int64_t>(g) * kAmxRows * d_qk / 2; }
+
+  // Keys a tile: even parts, unless bits must not depend on how many keys there are.
+  int tile_keys() const {
+    const int n = item.key_end - item.key_begin;
+    return item.fixed_order ? kAmxKeys : round_up(ceil_div(n, ceil_div(n, kAmxKeys)), kAmxStep);
+  }
+
+  void begin() {
+    std::fill_n(zeros, d_qk, uint16_t{0});
+    std::fill(spare + d_qk, spare + layout.tile_ld, 0.0f);
+    for (int g = 0; g < num_groups(); ++g) {
+      const uint16_t* from[kAmxRows];
+      for (int r = 0; r < group_rows(g); ++r) {
+        from[r] = static_cast<const uint16_t*>(query(g * kAmxRows + r));
+        if (!interleaved()) continue;
+        interleave_row(from[r], d_qk, keys + r * d_qk);  // not in use yet
+        from[r] = keys + r * d_qk;
+      }
+      amx_pack_q(from, group_rows(g), d_qk, group_q(g));
+    }
+  }
+
+  void load(int key, int n) {
+    num_odd = 0;
+    for (int j = 0; j < n; ++j) {
+      cached[j] = static_cast<const uint16_t*>(cached_row(key + j));
+      if (key + j < item.prefix_len) continue;
+      load_key(key + j, spare);
+      if (finite(spare)) continue;
+      cached[j] = zeros;
+      odd[num_odd++] = j;
+    }
+    const int padded = round_up(n, kAmxStep);
+    std::fill(cached + n, cached + padded, zeros);
+    amx_load_keys(cached, padded, interleaved(), d_qk, d_v, keys, values);
+  }
+
+  // Two groups have scores at a time.
+  float* group_scores(int g) const { return scores + g % 2 * (kAmxKeys * kAmxRows); }
+
+  // With the weights of the group before, if given, on the way.
+  void score(int g, int n, const AmxWeights* meanwhile) {
+    amx_score(keys, round_up(n, kAmxStep), group_q(g), group_rows(g), d_qk, group_scores(g), meanwhile,
+              ahead);
+  }
+
+  void mask(int g, int key, int n) {
+    constexpr float kHidden = -std::numeric_limits<float>::infinity();
+    float* s = group_scores(g);
+    std::fill(s + n * kAmxRows, s + round_up(n, kAmxStep) * kAmxRows, kHidden);
+    const int begin = std::max(0, item.prefix_len - key);
+    if (begin < n) {
+      const uint32_t* bits[kAmxRows];
+      for (int r = 0; r < group_rows(g); ++r) bits[r] = mask_row(g * kAmxRows + r);
+      amx_mask(s, begin, n, key + begin - item.prefix_len, bits, group_rows(g));
+    }
+    for (int o = 0; o < num_odd; ++o) std::fill_n(s + odd[o] * kAmxRows, kAmxRows, kHidden);
+  }
+
+  // Does any row's accumulator have to be multiplied?
+  bool maxima(int g, int n, bool first) {
+    return amx_maxima(group_scores(g), round_up(n, kAmxStep), group_rows(g), item.score_scale, first,
+                      max + g * kAmxRows, alpha);
+  }
+
+  AmxWeights weights_of(int g, int n, bool first) const {
+    return {.scores = group_scores(g),
+            .num_keys = round_up(n, kAmxStep),
+            .num_rows = group_rows(g),
+            .scale = item.score_scale,
+            .first = first,
+            .max = max + g * kAmxRows,
+            .alpha = alpha,
+            .sum = sum + g * kAmxRows,
+            .weights = weights};
+  }
+
+  void accumulate(int g, int n, bool first, bool raised) {
+    amx_accumulate(weights, values, round_up(n, kAmxStep), group_rows(g), d_v, first,
+                   raised && !first ? alpha : nullptr,
+                   acc + static_cast<int64_t>(g) * kAmxRows * layout.out_ld, layout.out_ld, ahead);
+  }
+
+  int steps_of_tile(int n) const {
+    int steps = 0;
+    for (int g = 0; g < num_groups(); ++g)
+      steps += amx_score_steps(n, group_rows(g), d_qk) + amx_accumulate_steps(n, group_rows(g), d_v);
+    return steps;
+  }
+
+  void attend() {
+    const AmxRegisters registers;
+    begin();
+    const int size = tile_keys(), steps = steps_of_tile(size);
+    for (int key = item.key_begin; key < item.key_end; key += size) {
+      const int n = std::min(size, item.key_end - key);
+      const bool first = key == item.key_begin;
+      load(key, n);
+      ahead.start(key + n, std::min(key + n + size, item.key_end), steps);
+      bool raised = false;
+      for (int g = 0; g <= num_groups(); ++g) {
+        // Scores of a group and weights of the one before at the same time, which then goes on.
+        if (g < num_groups() && g > 0) {
+          const AmxWeights before = weights_of(g - 1, n, first);
+          score(g, n, &before);
+        } else if (g == 0) {
+          score(g, n, nullptr);
+        } else {
+          amx_weights(weights_of(g - 1, n, first));
+        }
+        if (g > 0) accumulate(g - 1, n, first, raised);
+        if (g == num_groups()) break;
+        if (n % kAmxStep != 0 || key + n > item.prefix_len) mask(g, key, n);
+        raised = maxima(g, n, first);
+      }
+      for (int o = 0; o < num_odd; ++o) add_odd_key(key + odd[o]);
+    }
+    write();
+  }
+
+  void repeat(SimdStage stage, int times) {
+    const AmxRegisters registers;
+    const int n = std::min(kAmxKeys, item.key_end - item.key_begin);
+    const auto run = [&](SimdStage s, bool first) {
+      if (s == SimdStage::kLoad) return load(item.key_begin, n);
+      for (int g = 0; g < num_groups(); ++g) {
+        if (s == SimdStage::kScore) score(g, n, nullptr);
+        if (s == SimdStage::kSoftmax) {
+          maxima(g, n, first);
+          amx_weights(weights_of(g, n, first));
+        }
+        if (s == SimdStage::kAccumulate) accumulate(g, n, first, false);
+      }
+    };
+    begin();
+    for (const SimdStage s :
+         {SimdStage::kLoad, SimdStage::kScore, SimdStage::kSoftmax, SimdStage::kAccumulate})
+      run(s, true);
+    for (int i = 0; i < times; ++i) run(stage, false);
+  }
+};
+
+void attend(const SimdItem& item, const SimdScratch& layout, float* scratch) {
+  if (layout.products == SimdProducts::kAmx) return AmxWorker(item, layout, scratch).attend();
+  Worker(item, layout, scratch).attend();
 }
 
-void repeat(SimdStage stage, int times, const SimdItem& item, const SimdScratch& layout, float* scratch,
-            bool dot) {
-  Worker(item, layout, scratch, dot).repeat(stage, times);
+void repeat(SimdStage stage, int times, const SimdItem& item, const SimdScratch& layout, float* scratch) {
+  if (layout.products == SimdProducts::kAmx) return AmxWorker(item, layout, scratch).repeat(stage, times);
+  Worker(item, layout, scratch).repeat(stage, times);
 }
 
 void combine(const float* parts, const float* part_lse, const int* slots, int count, int rows_per_slot,
@@ -737,19 +894,25 @@ HWY_EXPORT(attend);
 HWY_EXPORT(combine);
 HWY_EXPORT(repeat);
 
-// Whether dot products are used where they can be.
-enum class DotChoice { kPreferred, kNever, kAlways };
-std::atomic<DotChoice> g_dot_choice{DotChoice::kPreferred};
+// What bf16 queries and caches run on: nothing forced is the fastest.
+std::atomic<std::optional<SimdProducts>> g_forced_products{};
 
-bool dot_in_use() {
-  const DotChoice choice = g_dot_choice;
-  return choice == DotChoice::kPreferred ? bf16_dot_preferred() : choice == DotChoice::kAlways;
+SimdProducts bf16_products() {
+  if (const std::optional<SimdProducts> forced = g_forced_products) return *forced;
+  if (amx_available()) return SimdProducts::kAmx;
+  return bf16_dot_preferred() ? SimdProducts::kDot : SimdProducts::kFma;
 }
+
+// Floats that hold `elements` of 16 bits.
+std::size_t floats_of_16_bits(std::size_t elements) { return ceil_div<std::size_t>(elements, 2); }
 }  // namespace
 
-SimdScratch::SimdScratch(const MlaShape& shape, int rows_per_tile) {
+SimdScratch::SimdScratch(const MlaShape& shape, int rows_per_tile, SimdProducts what) : products(what) {
   constexpr int kLine = 16;  // floats a cache line, and the widest vector
+  const bool amx = products == SimdProducts::kAmx;
   out_ld = round_up(shape.d_v, kLine);
+  // Tile registers are loaded from 16 rows at once: an odd number of lines spreads them over the sets of an L1 cache.
+  if (amx && out_ld / kLine % 2 == 0) out_ld += kLine;
   // A row stride of 4 lines modulo 8 spreads a panel of 64 rows evenly over the sets of an L1 cache.
   tile_ld = round_up(std::max(shape.d_qk(), out_ld), kLine);
   while (tile_ld / kLine % 8 != 4) tile_ld += kLine;
@@ -759,27 +922,29 @@ SimdScratch::SimdScratch(const MlaShape& shape, int rows_per_tile) {
     floats += round_up<std::size_t>(n, kLine);
     return at;
   };
-  tile = take(static_cast<std::size_t>(kSimdKeys + 1) * tile_ld);
-  q = take(static_cast<std::size_t>(padded) * shape.d_qk());
+  const std::size_t d_qk = shape.d_qk();
+  const int keys = amx ? kAmxKeys : kSimdKeys, rows = amx ? kAmxRows : kSimdRows;
+  tile = take(amx ? floats_of_16_bits(kAmxKeys * d_qk) : std::size_t{kSimdKeys} * tile_ld);
+  spare = take(tile_ld);
+  q = take(amx ? floats_of_16_bits(padded * d_qk) : padded * d_qk);
   acc = take(static_cast<std::size_t>(padded) * out_ld);
-  scores = take(kSimdKeys * kSimdRows);
+  scores = take((amx ? 2 : 1) * keys * rows);
   max = take(padded);
   sum = take(padded);
-  alpha = take(kSimdRows);
+  alpha = take(rows);
   row = take(out_ld);
-  weights = take(kSimdRows * kSimdKeys / 2);
-  zeros = take(shape.d_qk());
+  weights = take(floats_of_16_bits(keys * rows));
+  zeros = take(d_qk);
+  if (amx) values = take(static_cast<std::size_t>(shape.d_v) / kAmxTile * kAmxValuesStride);
 }
 
 void simd_attend(const SimdItem& item, const SimdScratch& layout, float* scratch) {
-  HWY_DYNAMIC_DISPATCH(attend)
-  (item, layout, scratch, simd_uses_dot(item.shape, item.q_dtype, item.kv_dtype));
+  HWY_DYNAMIC_DISPATCH(attend)(item, layout, scratch);
 }
 
 void simd_repeat(SimdStage stage, int times, const SimdItem& item, const SimdScratch& layout,
                  float* scratch) {
-  HWY_DYNAMIC_DISPATCH(repeat)
-  (stage, times, item, layout, scratch, simd_uses_dot(item.shape, item.q_dtype, item.kv_dtype));
+  HWY_DYNAMIC_DISPATCH(repeat)(stage, times, item, layout, scratch);
 }
 
 void simd_combine(const float* parts, const float* part_lse, const int* slots, int count, int rows_per_slot,
@@ -788,41 +953,55 @@ void simd_combine(const float* parts, const float* part_lse, const int* slots, i
   (parts, part_lse, slots, count, rows_per_slot, rows, d_v, out, out_dtype, lse, scratch);
 }
 
-bool simd_uses_dot(const MlaShape& shape, DType q_dtype, DType kv_dtype) {
-  return q_dtype == DType::kBF16 && kv_dtype == DType::kBF16 && shape.d_qk() % 32 == 0 &&
-         shape.d_v % 32 == 0 && dot_in_use();
+SimdProducts simd_products(const MlaShape& shape, DType q_dtype, DType kv_dtype) {
+  const bool fits =
+      q_dtype == DType::kBF16 && kv_dtype == DType::kBF16 && shape.d_qk() % 32 == 0 && shape.d_v % 32 == 0;
+  return fits ? bf16_products() : SimdProducts::kFma;
 }
 
 std::string simd_target(const MlaShape& shape, DType q_dtype, DType kv_dtype) {
-  if (simd_uses_dot(shape, q_dtype, kv_dtype)) return kBf16DotTarget;
+  const SimdProducts products = simd_products(shape, q_dtype, kv_dtype);
+  if (products != SimdProducts::kFma) return products == SimdProducts::kAmx ? kAmxTarget : kBf16DotTarget;
   for (const std::string& name : simd_targets())
-    if (name != kBf16DotTarget) return name;
+    if (name != kBf16DotTarget && name != kAmxTarget) return name;
   return "none";
 }
 
 std::vector<std::string> simd_targets() {
-  if (g_dot_choice == DotChoice::kAlways) return {kBf16DotTarget};
   std::vector<std::string> names;
+  const std::optional<SimdProducts> forced = g_forced_products;
+  if (forced == SimdProducts::kAmx) return {kAmxTarget};
+  if (forced == SimdProducts::kDot) return {kBf16DotTarget};
   for (int64_t target : hwy::SupportedAndGeneratedTargets()) names.emplace_back(hwy::TargetName(target));
-  if (g_dot_choice == DotChoice::kPreferred && bf16_dot_available())
+  if (forced) return names;
+  if (bf16_dot_available())
     names.insert(names.begin() + (bf16_dot_preferred() || names.empty() ? 0 : 1), kBf16DotTarget);
+  if (amx_available()) names.insert(names.begin(), kAmxTarget);
   return names;
 }
 
 bool simd_force_target(const std::string& name) {
-  const bool dot = name == kBf16DotTarget;
-  if (dot && !bf16_dot_available()) return false;
+  std::optional<SimdProducts> forced;
+  if (name == kBf16DotTarget) {
+    if (!bf16_dot_available()) return false;
+    forced = SimdProducts::kDot;
+  } else if (name == kAmxTarget) {
+    if (!amx_available()) return false;
+    forced = SimdProducts::kAmx;
+  } else if (!name.empty()) {
+    forced = SimdProducts::kFma;
+  }
   hwy::SetSupportedTargetsForTest(0);
   int64_t wanted = hwy::SupportedTargets();
-  g_dot_choice = DotChoice::kPreferred;
-  if (!name.empty() && !dot) {
+  g_forced_products = std::nullopt;
+  if (forced == SimdProducts::kFma) {
     wanted = 0;
     for (int64_t target : hwy::SupportedAndGeneratedTargets())
       if (hwy::TargetName(target) == name) wanted = target;
     if (wanted == 0) return false;
     hwy::SetSupportedTargetsForTest(wanted);
   }
-  if (!name.empty()) g_dot_choice = dot ? DotChoice::kAlways : DotChoice::kNever;
+  g_forced_products = forced;
   hwy::GetChosenTarget().Update(wanted);
   return true;
 }

@@ -13,14 +13,18 @@ namespace treemla {
 inline constexpr int kSimdKeys = 64;  // keys a tile
 inline constexpr int kSimdRows = 64;  // rows a group; a row tile is a few groups
 
+// What multiplies: float32 FMA, or bf16 where queries and cache are bf16, by dot products (bf16_dot.hpp) or AMX (amx.hpp).
+enum class SimdProducts { kFma, kDot, kAmx };
+
 // Scratch of one worker, in floats. Everything is written before it is read.
 struct SimdScratch {
-  SimdScratch(const MlaShape& shape, int rows_per_tile);
+  SimdScratch(const MlaShape& shape, int rows_per_tile, SimdProducts products);
+  SimdProducts products;
   int tile_ld = 0;  // row stride of the key tile
   int out_ld = 0;   // row stride of the accumulator
-  std::size_t tile = 0, q = 0, acc = 0, scores = 0, max = 0, sum = 0, alpha = 0, row = 0, weights = 0,
-              zeros = 0;   // offsets
-  std::size_t floats = 0;  // in all
+  std::size_t tile = 0, spare = 0, q = 0, acc = 0, scores = 0, max = 0, sum = 0, alpha = 0, row = 0,
+              weights = 0, zeros = 0, values = 0;  // offsets
+  std::size_t floats = 0;                          // in all
 };
 
 // Rows [row_begin, row_end) of a request, (node, head) pairs with heads fastest, against its keys [key_begin,
@@ -69,14 +73,14 @@ void simd_repeat(SimdStage stage, int times, const SimdItem& item, const SimdScr
 void simd_combine(const float* parts, const float* part_lse, const int* slots, int count, int rows_per_slot,
                   int rows, int d_v, void* out, DType out_dtype, float* lse, float* scratch);
 
-// Instruction sets compiled in and usable here, best first; the first is the one in use. AVX3_BF16 is AVX3 with bf16
-// dot products where q and the cache are bf16.
+// Instruction sets compiled in and usable here, best first; the first is the one in use. AVX3_BF16 and AMX_BF16 are AVX3 with
+// bf16 dot products or AMX where q and the cache are bf16.
 std::vector<std::string> simd_targets();
 // Uses that instruction set from now on, in the whole process; "" goes back to the best. For tests and measurements.
 // False if there is none of that name here.
 bool simd_force_target(const std::string& name);
-// Would such a call run on bf16 dot products?
-bool simd_uses_dot(const MlaShape& shape, DType q_dtype, DType kv_dtype);
+// The products of such a call.
+SimdProducts simd_products(const MlaShape& shape, DType q_dtype, DType kv_dtype);
 // The instruction set of such a call.
 std::string simd_target(const MlaShape& shape, DType q_dtype, DType kv_dtype);
 
