@@ -173,9 +173,10 @@ TREEMLA_HD inline bool rereads(const SplitParams& p, const BatchCost& batch) {
 TREEMLA_HD inline int64_t cut_cost(const SplitParams& p, const BatchCost& batch, const GangLine& line) {
   const int64_t payload = worker_payload(p, line.total, line.gang),
                 unit = tile_cost(p.tile, p.tile.rows_per_tile);
-  return ceil_div(payload, unit) * unit +
-         (rereads(p, batch) ? payload / 100 * p.tile.reread_percent / line.gang : 0) + p.tile.pair_cost +
-         p.tile.merge_cost + p.tile.switch_cost * line.pairs * line.gang / p.num_workers +
+  const int64_t rereading =
+      rereads(p, batch) ? quotient64(payload * p.tile.reread_percent, int64_t{100} * line.gang) : 0;
+  return ceil_div(payload, unit) * unit + rereading + p.tile.pair_cost + p.tile.merge_cost +
+         quotient64(p.tile.switch_cost * line.pairs * line.gang, p.num_workers) +
          ceil_div(line.total, payload) * line.gang * p.tile.piece_cost;
 }
 TREEMLA_HD inline int64_t whole_cost(const SplitParams& p, const BatchCost& batch) {
@@ -228,12 +229,13 @@ TREEMLA_HD inline GangLine find_gangs(const SplitParams& p, const BatchCost& bat
   if (!can_cut_evenly(p, batch) || batch.is_equal() || p.tile.reread_percent == 0 || !rereads(p, batch))
     return best;
   int64_t best_cost = cut_cost(p, batch, best);
-  int gang = batch.most_row_tiles + 1;
-  for (int rounds = 1; rounds <= kMostGangRounds && gang > 1; ++rounds) {
+  int gang = 1;
+  const int most_rounds =
+      batch.most_row_tiles <= kMostGangRounds ? batch.most_row_tiles - 1 : kMostGangRounds;
+  for (int rounds = 1; rounds <= most_rounds; ++rounds) {
     const int other = ceil_div(batch.most_row_tiles, rounds);
     if (other == gang || other > p.num_workers) continue;
     gang = other;
-    if (gang == 1) break;
     const GangLine line = line_of(gang);
     const int64_t cost = cut_cost(p, batch, line);
     if (cost >= best_cost || line.pairs * gang > kMostGangTiles * batch.pairs) continue;
