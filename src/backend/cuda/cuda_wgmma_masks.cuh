@@ -30,6 +30,14 @@ __device__ __forceinline__ uint64_t seen_keys(const KernelArgs& args, const Cuda
   }
   return seen & lowest(item.key_end - tile_key);
 }
+// Are any of a tile's scores, masked by nothing yet, infinite or NaN? They are if any latent is, whatever the queries.
+template <int kCount>
+__device__ __forceinline__ bool any_nonfinite(const float (&scores)[kCount]) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sum = fmaf(scores[i], 0.0f, sum);
+  return sum != sum;
+}
 // A hidden row may hold NaN or infinity, and a weight of 0 would not keep it out of a product: zeros instead. Whoever sees the row has
 // NaN among its weights.
 template <class C>

@@ -202,6 +202,9 @@ struct Attender {
     else
       sync_group<2>();
   }
+  __device__ __forceinline__ bool sync_or(bool x) const {
+    return half == 0 ? sync_group_or<1>(x) : sync_group_or<2>(x);
+  }
   // Of rows g and g + 8, the first.
   __device__ __forceinline__ int own_row() const { return 16 * (thread / 32) + (thread >> 2 & 7); }
 
@@ -391,10 +394,12 @@ struct Attender {
 #pragma unroll
     for (int j = 0; j < kSums; ++j) x[j] *= scale();
     if (masks) {
+      if (sync_or(any_nonfinite(x))) {
+        clear_nonfinite<C>(map.panel(half, 0), item, key);
+        fence_async_reads();
+        sync();
+      }
       hide(x, item, key);
-      clear_nonfinite<C>(map.panel(half, 0), item, key);
-      fence_async_reads();
-      sync();
     }
     raise_tops(x);
     uint32_t w[kSteps][4];

@@ -146,12 +146,13 @@ struct Scorer {
     }
   }
 
-  // By way of the place of the weights: the last ones must be used.
-  __device__ __forceinline__ void hide(float (&x)[kSums], const CudaWorkItem& item, int tile_key) const {
+  // By way of the place of the weights: the last ones must be used. True if keys of the tile are not finite.
+  __device__ __forceinline__ bool hide(float (&x)[kSums], const CudaWorkItem& item, int tile_key) const {
     const int thread = thread_of_group(), lane = thread % 32, warp = thread / 32;
+    const bool any = any_nonfinite(x);
     wait_weights_used();
     if (thread < C::kRows) store_shared(map.weights() + 8 * thread, seen_keys(args, item, tile_key, thread));
-    sync();
+    const bool of_any = sync_group_or<kBarrier>(any);
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
       const uint64_t seen = load_shared<uint64_t>(map.weights() + 8 * (i / 2 * 8 + 2 * (lane & 3) + i % 2)) >>
@@ -159,6 +160,7 @@ struct Scorer {
       if (!(seen & 1)) x[i / 2 * 4 + i % 2] = -INFINITY;
       if (!(seen >> 8 & 1)) x[i / 2 * 4 + 2 + i % 2] = -INFINITY;
     }
+    return of_any;
   }
   // Online softmax (Milakov and Gimelshein, 2018): m is about the largest score so far, the weights are 2^(s - m), and
   // 2^(m_old - m) is what the sums so far must be multiplied by. Whether m is raised is a row's own affair: its bits don't depend on others.
@@ -344,9 +346,9 @@ struct Scorer {
 #pragma unroll
       for (int i = 0; i < kSums; ++i) x[i] *= scale();
       if (key + C::kKeys > min(item.prefix_len, key_end)) {
-        hide(x, item, key);
-        if constexpr (!C::kIsPacked)
-          clear_nonfinite<C>(map.panel(ring.stage, 0), item, key);  // else by whoever scales them
+        const bool clears = hide(x, item, key);
+        if constexpr (!C::kIsPacked)  // else by whoever scales them
+          if (clears) clear_nonfinite<C>(map.panel(ring.stage, 0), item, key);
       }
       const bool raises = sync_group_or<kBarrier>(exceeds(x));
       if (raises) raise_tops(x);
