@@ -6,30 +6,42 @@
 
 namespace treemla::wgmma {
 
-// Bit i: the row sees key tile_key + i. Any number of them for rows that are padding.
-__device__ __forceinline__ uint64_t seen_keys(const KernelArgs& args, const CudaWorkItem& item, int tile_key,
-                                              int row) {
-  const int packed = min(item.row_begin + row, item.row_end - 1), node = packed / args.h_q;
-  const int first = tile_key - item.prefix_len,
-            before = max(-first, 0);  // tree key of bit 0; keys of the prefix
-  const auto lowest = [](int n) { return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; };
-  uint64_t seen = ~uint64_t{0};
-  if (before < WgmmaTile::kKeys) {
-    const int from = max(first, 0);
-    uint64_t tree = ~uint64_t{0};
-    if (args.mask.kind == MaskKind::kCausal) {
-      tree = lowest(max(node + 1 - from, 0));
-    } else if (args.mask.kind == MaskKind::kTree) {
-      const uint32_t* words = args.mask.bits + (static_cast<int64_t>(item.q_begin) + node) * args.mask.words;
-      const auto word = [&](int i) { return i < args.mask.words ? words[i] : 0u; };
-      const int w = from >> 5;
-      tree = static_cast<uint64_t>(__funnelshift_r(word(w + 1), word(w + 2), from)) << 32 |
-             __funnelshift_r(word(w), word(w + 1), from);
-    }
-    seen = tree << before | lowest(before);
+// What is to be read of the mask for one row and a tile of keys: fetched before the tile is scored, so that nobody waits for it then.
+struct MaskWords {
+  uint32_t
+      words[3];  // of a tree's row, from the tile's first tree key on; if causal, the first is the row's node
+
+  __device__ __forceinline__ static int first_tree_key(const CudaWorkItem& item, int tile_key) {
+    return max(tile_key - item.prefix_len, 0);
   }
-  return seen & lowest(item.key_end - tile_key);
-}
+  __device__ __forceinline__ void fetch(const KernelArgs& args, const CudaWorkItem& item, int tile_key,
+                                        int row) {
+    const int packed = min(item.row_begin + row, item.row_end - 1), node = packed / args.h_q;
+    words[0] = static_cast<uint32_t>(node);
+    if (args.mask.kind != MaskKind::kTree) return;
+    const uint32_t* from = args.mask.bits + (static_cast<int64_t>(item.q_begin) + node) * args.mask.words;
+    const int first = first_tree_key(item, tile_key) >> 5;
+#pragma unroll
+    for (int i = 0; i < 3; ++i) words[i] = first + i < args.mask.words ? __ldg(from + first + i) : 0;
+  }
+  // Bit i: the row sees key tile_key + i. Any number of them for rows that are padding.
+  __device__ __forceinline__ uint64_t seen(const KernelArgs& args, const CudaWorkItem& item,
+                                           int tile_key) const {
+    const int before = max(item.prefix_len - tile_key, 0), from = first_tree_key(item, tile_key);
+    const auto lowest = [](int n) { return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; };
+    uint64_t keys = ~uint64_t{0};
+    if (before < WgmmaTile::kKeys) {
+      uint64_t tree = ~uint64_t{0};
+      if (args.mask.kind == MaskKind::kCausal)
+        tree = lowest(max(static_cast<int>(words[0]) + 1 - from, 0));
+      else if (args.mask.kind == MaskKind::kTree)
+        tree = static_cast<uint64_t>(__funnelshift_r(words[1], words[2], from)) << 32 |
+               __funnelshift_r(words[0], words[1], from);
+      keys = tree << before | lowest(before);
+    }
+    return keys & lowest(item.key_end - tile_key);
+  }
+};
 // Are any of a tile's scores, masked by nothing yet, infinite or NaN? They are if any latent is, whatever the queries.
 template <int kCount>
 __device__ __forceinline__ bool any_nonfinite(const float (&scores)[kCount]) {

@@ -258,10 +258,11 @@ struct Attender {
     }
     commit_products();
   }
-  // Each second lane finds what one of the two rows sees.
-  __device__ __forceinline__ void hide(float (&x)[kSums], const CudaWorkItem& item, int tile_key) const {
+  // Each second lane knows what one of the two rows sees.
+  __device__ __forceinline__ void hide(float (&x)[kSums], const CudaWorkItem& item, int tile_key,
+                                       const MaskWords& mask) const {
     const int lane = thread & 31;
-    const uint64_t one = seen_keys(args, item, tile_key, own_row() + 8 * (lane & 1));
+    const uint64_t one = mask.seen(args, item, tile_key);
     const uint64_t seen = __shfl_sync(~0u, one, lane & ~1) >> 2 * (lane & 3),
                    seen_8 = __shfl_sync(~0u, one, lane | 1) >> 2 * (lane & 3);
 #pragma unroll
@@ -380,6 +381,8 @@ struct Attender {
                                           bool masks) {
     float x[kSums];
     pin(x);
+    MaskWords mask = {};
+    if (masks) mask.fetch(args, item, key, own_row() + 8 * (thread & 1));
     begin_scores<false>(x);
     if (i > 0) begin_other();
     begin_scores<true>(x);
@@ -399,7 +402,7 @@ struct Attender {
         fence_async_reads();
         sync();
       }
-      hide(x, item, key);
+      hide(x, item, key, mask);
     }
     raise_tops(x);
     uint32_t w[kSteps][4];

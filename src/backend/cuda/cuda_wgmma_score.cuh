@@ -147,11 +147,12 @@ struct Scorer {
   }
 
   // By way of the place of the weights: the last ones must be used. True if keys of the tile are not finite.
-  __device__ __forceinline__ bool hide(float (&x)[kSums], const CudaWorkItem& item, int tile_key) const {
+  __device__ __forceinline__ bool hide(float (&x)[kSums], const CudaWorkItem& item, int tile_key,
+                                       const MaskWords& mask) const {
     const int thread = thread_of_group(), lane = thread % 32, warp = thread / 32;
     const bool any = any_nonfinite(x);
     wait_weights_used();
-    if (thread < C::kRows) store_shared(map.weights() + 8 * thread, seen_keys(args, item, tile_key, thread));
+    if (thread < C::kRows) store_shared(map.weights() + 8 * thread, mask.seen(args, item, tile_key));
     const bool of_any = sync_group_or<kBarrier>(any);
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
@@ -333,6 +334,9 @@ struct Scorer {
 #pragma unroll 1
     for (; key < key_end; key += C::kKeys) {
       float x[kSums];
+      const bool masks = key + C::kKeys > min(item.prefix_len, key_end);
+      MaskWords mask = {};
+      if (masks) mask.fetch(args, item, key, thread_of_group());
       if constexpr (C::kIsPacked)
         multiply_packed_tile(x, scales);
       else
@@ -345,8 +349,8 @@ struct Scorer {
       if constexpr (C::kIsPacked) scales.load(args, item, key + C::kKeys);
 #pragma unroll
       for (int i = 0; i < kSums; ++i) x[i] *= scale();
-      if (key + C::kKeys > min(item.prefix_len, key_end)) {
-        const bool clears = hide(x, item, key);
+      if (masks) {
+        const bool clears = hide(x, item, key, mask);
         if constexpr (!C::kIsPacked)  // else by whoever scales them
           if (clears) clear_nonfinite<C>(map.panel(ring.stage, 0), item, key);
       }
