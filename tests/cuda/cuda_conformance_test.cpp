@@ -687,20 +687,28 @@ void CudaBackends::poison_tree_rows(DType dtype, int prefix, int nodes, int h_q)
   p.kv.data = kv.data();
   for (const int poisoned : {3, 11, 20}) {
     const int64_t row = pool_row(p.pages, p.kv.page_size, page_base(p.pages, 0), prefix + poisoned);
-    const std::vector<unsigned char> saved(kv.begin() + row * row_bytes, kv.begin() + (row + 1) * row_bytes);
-    std::memset(kv.data() + row * row_bytes, 0xFF,
-                static_cast<std::size_t>(row_bytes));  // NaN in every dtype
-    const Rows dirty(p, {.backend = GetParam()});
-    for (int i = 0; i < nodes; ++i) {
-      bool descends = false;
-      for (int j = i; j >= 0; j = p.mask.parents[j]) descends |= j == poisoned;
-      if (descends)
-        EXPECT_TRUE(std::isnan(dirty.nodes(p.shape, i, 1)[0])) << "node " << i << " sees node " << poisoned;
+    unsigned char* const at = kv.data() + row * row_bytes;
+    const std::vector<unsigned char> saved(at, at + row_bytes);
+    for (const bool whole : {true, false}) {
+      if (whole)
+        std::memset(at, 0xFF, static_cast<std::size_t>(row_bytes));  // NaN in every dtype
+      else if (is_fp8(dtype))
+        at[300] = 0x7F;
       else
-        EXPECT_TRUE(same_bits(clean.nodes(p.shape, i, 1), dirty.nodes(p.shape, i, 1)))
-            << "node " << i << " does not see node " << poisoned;
+        store_element(at, dtype, 300, std::numeric_limits<float>::infinity());
+      const Rows dirty(p, {.backend = GetParam()});
+      for (int i = 0; i < nodes; ++i) {
+        bool descends = false;
+        for (int j = i; j >= 0; j = p.mask.parents[j]) descends |= j == poisoned;
+        if (!descends) {
+          EXPECT_TRUE(same_bits(clean.nodes(p.shape, i, 1), dirty.nodes(p.shape, i, 1)))
+              << "node " << i << " does not see node " << poisoned << (whole ? "" : ", one number of it");
+        } else if (whole) {
+          EXPECT_TRUE(std::isnan(dirty.nodes(p.shape, i, 1)[0])) << "node " << i << " sees node " << poisoned;
+        }
+      }
+      std::copy(saved.begin(), saved.end(), at);
     }
-    std::copy(saved.begin(), saved.end(), kv.begin() + row * row_bytes);
   }
 }
 TEST_P(CudaBackends, NanOfATreeRowReachesOnlyItsDescendants) {

@@ -8,8 +8,8 @@ namespace treemla::wgmma {
 
 // What is to be read of the mask for one row and a tile of keys: fetched before the tile is scored, so that nobody waits for it then.
 struct MaskWords {
-  uint32_t
-      words[3];  // of a tree's row, from the tile's first tree key on; if causal, the first is the row's node
+  // Of a tree's row, from the tile's first tree key on; if causal, the first is the row's node.
+  uint32_t words[3];
 
   __device__ __forceinline__ static int first_tree_key(const CudaWorkItem& item, int tile_key) {
     return max(tile_key - item.prefix_len, 0);
