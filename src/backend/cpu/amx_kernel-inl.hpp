@@ -203,10 +203,10 @@ TREEMLA_AMX_INLINE void score_2x2(const uint32_t* keys, const uint32_t* q, int s
   Tiles::template store<3>(scores + kDown + kAmxTile, kAmxRows);
 }
 
-// 64 keys, 16 rows.
-template <class Tiles, class Between, class Ahead>
-TREEMLA_AMX_INLINE void score_4x1(const uint32_t* keys, const uint32_t* q, int steps, float* scores,
-                                  Between& between, Ahead& ahead) {
+// 16 rows, kBlocks (2 or 4) times 16 keys.
+template <int kBlocks, class Tiles, class Between, class Ahead>
+TREEMLA_AMX_INLINE void score_down(const uint32_t* keys, const uint32_t* q, int steps, float* scores,
+                                   Between& between, Ahead& ahead) {
   const int64_t block = int64_t{steps} * kAmxTileWords;
   zero_accumulators<Tiles>();
   for (int s = 0; s < steps; ++s, keys += kAmxTileWords, q += kAmxTileWords) {
@@ -215,38 +215,23 @@ TREEMLA_AMX_INLINE void score_4x1(const uint32_t* keys, const uint32_t* q, int s
     Tiles::template dot<0, 4, 6>();
     Tiles::template stream<5>(keys + block);
     Tiles::template dot<1, 5, 6>();
-    Tiles::template stream<4>(keys + 2 * block);
-    Tiles::template dot<2, 4, 6>();
-    Tiles::template stream<5>(keys + 3 * block);
-    Tiles::template dot<3, 5, 6>();
-    between.step();
+    if constexpr (kBlocks == 4) {
+      Tiles::template stream<4>(keys + 2 * block);
+      Tiles::template dot<2, 4, 6>();
+      Tiles::template stream<5>(keys + 3 * block);
+      Tiles::template dot<3, 5, 6>();
+      between.step();
+    }
     between.step();
     ahead.step();
   }
   constexpr int kDown = kAmxTile * kAmxRows;
   Tiles::template store<0>(scores, kAmxRows);
   Tiles::template store<1>(scores + kDown, kAmxRows);
-  Tiles::template store<2>(scores + 2 * kDown, kAmxRows);
-  Tiles::template store<3>(scores + 3 * kDown, kAmxRows);
-}
-
-// 32 keys, 16 rows.
-template <class Tiles, class Between, class Ahead>
-TREEMLA_AMX_INLINE void score_2x1(const uint32_t* keys, const uint32_t* q, int steps, float* scores,
-                                  Between& between, Ahead& ahead) {
-  const int64_t block = int64_t{steps} * kAmxTileWords;
-  zero_accumulators<Tiles>();
-  for (int s = 0; s < steps; ++s, keys += kAmxTileWords, q += kAmxTileWords) {
-    Tiles::template load<6>(q);
-    Tiles::template stream<4>(keys);
-    Tiles::template dot<0, 4, 6>();
-    Tiles::template stream<5>(keys + block);
-    Tiles::template dot<1, 5, 6>();
-    between.step();
-    ahead.step();
+  if constexpr (kBlocks == 4) {
+    Tiles::template store<2>(scores + 2 * kDown, kAmxRows);
+    Tiles::template store<3>(scores + 3 * kDown, kAmxRows);
   }
-  Tiles::template store<0>(scores, kAmxRows);
-  Tiles::template store<1>(scores + kAmxTile * kAmxRows, kAmxRows);
 }
 
 template <class Tiles, class Between, class Ahead>
@@ -261,8 +246,8 @@ TREEMLA_AMX_INLINE void score_tiles(const uint16_t* key_tiles, int num_keys, con
     for (; j < num_keys; j += 32) score_2x2<Tiles>(at(j), q, steps, scores + j * kAmxRows, between, ahead);
   } else {
     for (; j + 64 <= num_keys; j += 64)
-      score_4x1<Tiles>(at(j), q, steps, scores + j * kAmxRows, between, ahead);
-    if (j < num_keys) score_2x1<Tiles>(at(j), q, steps, scores + j * kAmxRows, between, ahead);
+      score_down<4, Tiles>(at(j), q, steps, scores + j * kAmxRows, between, ahead);
+    if (j < num_keys) score_down<2, Tiles>(at(j), q, steps, scores + j * kAmxRows, between, ahead);
   }
   between.finish();
 }
@@ -308,17 +293,19 @@ TREEMLA_AMX_INLINE void accumulate_2x2(const uint32_t* weights, const uint32_t* 
   Tiles::template store<3>(below + kAmxTile, out_ld);
 }
 
-// 16 rows, 64 columns of out.
-template <class Tiles, class Ahead>
-TREEMLA_AMX_INLINE void accumulate_1x4(const uint32_t* weights, const uint32_t* values, int steps, bool first,
-                                       float* out, int64_t out_ld, Ahead& ahead) {
+// 16 rows, kBlocks (2 or 4) times 16 columns of out.
+template <int kBlocks, class Tiles, class Ahead>
+TREEMLA_AMX_INLINE void accumulate_across(const uint32_t* weights, const uint32_t* values, int steps,
+                                          bool first, float* out, int64_t out_ld, Ahead& ahead) {
   if (first) {
     zero_accumulators<Tiles>();
   } else {
     Tiles::template load<0>(out, out_ld);
     Tiles::template load<1>(out + kAmxTile, out_ld);
-    Tiles::template load<2>(out + 2 * kAmxTile, out_ld);
-    Tiles::template load<3>(out + 3 * kAmxTile, out_ld);
+    if constexpr (kBlocks == 4) {
+      Tiles::template load<2>(out + 2 * kAmxTile, out_ld);
+      Tiles::template load<3>(out + 3 * kAmxTile, out_ld);
+    }
   }
   for (int s = 0; s < steps; ++s, weights += kAmxTileWords, values += kAmxTileWords) {
     Tiles::template load<4>(weights);
@@ -326,38 +313,20 @@ TREEMLA_AMX_INLINE void accumulate_1x4(const uint32_t* weights, const uint32_t* 
     Tiles::template dot<0, 4, 6>();
     Tiles::template stream<7>(values + kAmxValuesStride);
     Tiles::template dot<1, 4, 7>();
-    Tiles::template stream<6>(values + 2 * kAmxValuesStride);
-    Tiles::template dot<2, 4, 6>();
-    Tiles::template stream<7>(values + 3 * kAmxValuesStride);
-    Tiles::template dot<3, 4, 7>();
+    if constexpr (kBlocks == 4) {
+      Tiles::template stream<6>(values + 2 * kAmxValuesStride);
+      Tiles::template dot<2, 4, 6>();
+      Tiles::template stream<7>(values + 3 * kAmxValuesStride);
+      Tiles::template dot<3, 4, 7>();
+    }
     ahead.step();
   }
   Tiles::template store<0>(out, out_ld);
   Tiles::template store<1>(out + kAmxTile, out_ld);
-  Tiles::template store<2>(out + 2 * kAmxTile, out_ld);
-  Tiles::template store<3>(out + 3 * kAmxTile, out_ld);
-}
-
-// 16 rows, 32 columns of out.
-template <class Tiles, class Ahead>
-TREEMLA_AMX_INLINE void accumulate_1x2(const uint32_t* weights, const uint32_t* values, int steps, bool first,
-                                       float* out, int64_t out_ld, Ahead& ahead) {
-  if (first) {
-    zero_accumulators<Tiles>();
-  } else {
-    Tiles::template load<0>(out, out_ld);
-    Tiles::template load<1>(out + kAmxTile, out_ld);
+  if constexpr (kBlocks == 4) {
+    Tiles::template store<2>(out + 2 * kAmxTile, out_ld);
+    Tiles::template store<3>(out + 3 * kAmxTile, out_ld);
   }
-  for (int s = 0; s < steps; ++s, weights += kAmxTileWords, values += kAmxTileWords) {
-    Tiles::template load<4>(weights);
-    Tiles::template stream<6>(values);
-    Tiles::template dot<0, 4, 6>();
-    Tiles::template stream<7>(values + kAmxValuesStride);
-    Tiles::template dot<1, 4, 7>();
-    ahead.step();
-  }
-  Tiles::template store<0>(out, out_ld);
-  Tiles::template store<1>(out + kAmxTile, out_ld);
 }
 
 template <class Tiles, class Ahead>
@@ -380,8 +349,9 @@ TREEMLA_AMX_INLINE void accumulate_tiles(const uint32_t* weights, const uint32_t
     for (; c < d_v; c += 32) accumulate_2x2<Tiles>(weights, at(c), steps, first, out + c, out_ld, ahead);
     return;
   }
-  for (; c + 64 <= d_v; c += 64) accumulate_1x4<Tiles>(weights, at(c), steps, first, out + c, out_ld, ahead);
-  if (c < d_v) accumulate_1x2<Tiles>(weights, at(c), steps, first, out + c, out_ld, ahead);
+  for (; c + 64 <= d_v; c += 64)
+    accumulate_across<4, Tiles>(weights, at(c), steps, first, out + c, out_ld, ahead);
+  if (c < d_v) accumulate_across<2, Tiles>(weights, at(c), steps, first, out + c, out_ld, ahead);
 }
 
 TREEMLA_AMX_INLINE void mask_rows(float* scores, int begin, int end, int tree_begin,
