@@ -312,7 +312,7 @@ TEST(DevicePlan, EqualsTheHostPlanItemByItem) {
     s.tile.keys_per_tile = 1 + upto(upto(1) ? 3 : 100);
     s.tile.row_granularity = 1 + upto(15);
     s.tile.row_cost = upto(1) ? 0 : 1 + upto(5);
-    s.tile.load_cost = 1 + upto(50);
+    s.tile.load_cost = (s.tile.row_cost == 0) + upto(50);
     s.tile.pair_cost = upto(200);
     s.h_q = 1 + upto(64);
     s.num_workers = 1 + upto(upto(1) ? 5 : 700);
@@ -324,6 +324,7 @@ TEST(DevicePlan, EqualsTheHostPlanItemByItem) {
     const bool many = round % 3 == 0;  // row tiles, of batches that gangs are for
     if (many) {
       s.tile.row_cost = s.fixed_tiles = 0;
+      s.tile.load_cost = 1 + upto(50);
       s.tile.keys_per_tile = 16 + upto(48);
       s.tile.merge_cost = 1 + upto(1000);
       s.tile.reread_percent = 10 + upto(80);
