@@ -335,6 +335,7 @@ void CudaBackend::run(const BackendPlan& base, const VerifyProblem& p, const Ver
   a.mask.words = plan.words;
   a.total_q = static_cast<int>(p.q.total_q);
   a.h_q = p.shape.h_q;
+  a.heads = FastDiv(p.shape.h_q);
   a.d_v = p.shape.d_v;
   a.d_rope = p.shape.d_rope;
   a.score_scale = static_cast<float>(p.sm_scale * p.kv.scale);

@@ -35,7 +35,7 @@ __device__ __forceinline__ uint32_t row_of_entry(const KernelArgs& args, const C
 
 // Element 0 of a (node, head) row of the item's request.
 __device__ __forceinline__ int64_t query_at(const KernelArgs& args, const CudaWorkItem& item, int packed) {
-  const int node = packed / args.h_q, head = packed - node * args.h_q;
+  const int node = args.heads.quotient(packed), head = packed - node * args.h_q;
   return (static_cast<int64_t>(item.q_begin) + node) * args.q_token_stride + head * args.q_head_stride;
 }
 // Rows first_row + 16 i of an item's queries, chunk of 16 bytes of each panel: by the 128 threads of a warpgroup.

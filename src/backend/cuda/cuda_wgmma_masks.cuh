@@ -16,7 +16,7 @@ struct MaskWords {
   }
   __device__ __forceinline__ void fetch(const KernelArgs& args, const CudaWorkItem& item, int tile_key,
                                         int row) {
-    const int packed = min(item.row_begin + row, item.row_end - 1), node = packed / args.h_q;
+    const int packed = min(item.row_begin + row, item.row_end - 1), node = args.heads.quotient(packed);
     words[0] = static_cast<uint32_t>(node);
     if (args.mask.kind != MaskKind::kTree) return;
     const uint32_t* from = args.mask.bits + (static_cast<int64_t>(item.q_begin) + node) * args.mask.words;

@@ -137,6 +137,7 @@ struct KernelArgs {
   PageLookup pages;
   MaskView mask;
   int total_q = 0, h_q = 0, d_v = 0, d_rope = 0;
+  FastDiv heads;          // h_q: the node of a (node, head) row is its quotient
   float score_scale = 1;  // sm_scale * kv_scale
   float value_scale = 1;  // kv_scale
   void* out = nullptr;    // [total_q, h_q, d_v]
