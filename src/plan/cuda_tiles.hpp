@@ -155,22 +155,28 @@ constexpr MmaCache mma_cache(DType kv_dtype) {
                                             : MmaCache::k16Bit;
 }
 
-// cuda_mma: row_tiles x 8 (node, head) rows against tiles of 16 keys, 8 warps in two groups. A row's bits don't depend on the tile.
+// cuda_mma: row_tiles x 8 (node, head) rows against tiles of 16 keys, by groups of four warps. A row's bits don't depend on the tile.
 struct MmaTile {
-  static constexpr int kThreads = 256;
   static constexpr int kKeys = 16;
   static constexpr int kRope = 64;  // rope columns that there is room for
   int d_v = 0;
   MmaCache cache = MmaCache::k16Bit;
-  int row_tiles = 0;  // of 8 rows; the first group has half of them, rounded up
+  int row_tiles = 0;  // of 8 rows
   int stages = 3;     // of the ring of key tiles
-  // Of a group's queries, pieces of 16 columns that live in shared memory; the others are in registers.
-  int q_steps[2] = {};
+  // Of a group's queries, fragments of 16 columns and 8 rows a warp that live in shared memory; the others are in registers.
+  int shared_q = 0;
   int blocks = 1;  // an SM, as far as registers go
   // Hundredths of a microsecond that a key tile takes on an SM of the H200, as measured or between two that were.
   int tile_cost = 0;
 
   constexpr int rows() const { return 8 * row_tiles; }
+  // Two groups, or three where row tiles are three times something; of a single row tile the second group copies alone.
+  constexpr int groups() const { return row_tiles % 3 == 0 ? 3 : 2; }
+  constexpr int attending_groups() const { return row_tiles == 1 ? 1 : groups(); }
+  constexpr int group_tiles() const { return row_tiles / attending_groups(); }
+  constexpr int threads() const { return 128 * groups(); }
+  // Do the rows' maxima live in shared memory?
+  constexpr bool shared_tops() const { return groups() > 2; }
   // Bytes of a row of the ring, which is the pool's and what makes 8 rows in a column lie in different banks: an odd number of chunks of 16.
   constexpr int element_bytes() const { return cache == MmaCache::k16Bit ? 2 : 1; }
   constexpr int rope_element_bytes() const { return cache == MmaCache::kE4M3 ? 1 : 2; }
@@ -184,17 +190,18 @@ struct MmaTile {
   constexpr int stage_bytes() const { return kKeys * key_stride(); }
   // Pieces of 16 columns of a quarter of a row.
   constexpr int steps() const { return d_v / 64 + kRope / 64; }
-  static constexpr int kWeightStride = 2 * kKeys + 16;
+  static constexpr int kWeightStride = 2 * kKeys;
   // Weights times each of the four scales of a packed row.
   constexpr int weight_copies() const { return cache == MmaCache::kPacked ? 4 : 1; }
-  // Queries, three parts of the scores, weights, factors and marks; with five row tiles the fifth's softmax.
-  constexpr int group_bytes(int group) const {
-    const int tiles = (row_tiles + 1 - group) / 2;
-    const int per_tile = q_steps[group] * 4 * 256 + 3 * 512 + weight_copies() * 8 * kWeightStride + 32 +
+  // Queries, three parts of the scores, weights, factors, maxima and marks.
+  constexpr int group_bytes() const {
+    const int per_tile = 3 * 512 + weight_copies() * 8 * kWeightStride + (shared_tops() ? 64 : 32) +
                          (cache == MmaCache::k16Bit ? 0 : 32) + 4;
-    return round_up(tiles * per_tile, 16) + (tiles > 4 ? 512 : 0);
+    return round_up(shared_q * 4 * 256 + group_tiles() * per_tile, 32);
   }
-  constexpr int smem_bytes() const { return stages * (stage_bytes() + 16) + group_bytes(0) + group_bytes(1); }
+  constexpr int smem_bytes() const {
+    return stages * (stage_bytes() + 16) + attending_groups() * group_bytes();
+  }
 
   // In hundredths of a microsecond on the H200.
   constexpr TilePolicy policy() const {
@@ -204,7 +211,7 @@ struct MmaTile {
     t.keys_per_tile = kKeys;
     t.row_cost = 0;
     t.load_cost = tile_cost;
-    t.pair_cost = 600 + 60 * row_tiles + (row_tiles > 8 ? 400 : 0);
+    t.pair_cost = 600 + 60 * row_tiles;
     t.merge_cost = 250;
     t.piece_cost = 3;
     t.reread_percent = 10;
@@ -214,22 +221,22 @@ struct MmaTile {
 
 // The compiled instances. Widest rows first: they make the most of each loaded key.
 inline constexpr MmaTile kMmaTiles[] = {
-    {512, MmaCache::k16Bit, 9, 3, {5, 0}, 1, 150},   // 72 rows: 8 heads x 9 nodes
-    {512, MmaCache::k16Bit, 8, 3, {2, 2}, 1, 101},   // 64 rows
-    {512, MmaCache::k16Bit, 4, 4, {0, 0}, 1, 85},    // 32 rows
-    {512, MmaCache::k16Bit, 2, 4, {0, 0}, 2, 110},   // 16 rows
-    {512, MmaCache::k16Bit, 1, 4, {0, 0}, 2, 75},    // 8 rows: a decoded token of a TP8 rank
-    {256, MmaCache::k16Bit, 8, 4, {0, 0}, 1, 90},    // 64 rows
-    {256, MmaCache::k16Bit, 2, 4, {0, 0}, 2, 90},    // 16 rows
-    {512, MmaCache::kE4M3, 9, 4, {6, 2}, 1, 138},    // 72 rows
-    {512, MmaCache::kE4M3, 8, 6, {2, 2}, 1, 101},    // 64 rows
-    {512, MmaCache::kE4M3, 4, 8, {0, 0}, 1, 80},     // 32 rows
-    {512, MmaCache::kE4M3, 1, 8, {0, 0}, 2, 80},     // 8 rows
-    {256, MmaCache::kE4M3, 8, 8, {0, 0}, 1, 90},     // 64 rows
-    {512, MmaCache::kPacked, 9, 3, {6, 2}, 1, 172},  // packed rows: 72 rows
-    {512, MmaCache::kPacked, 8, 5, {2, 2}, 1, 127},  // 64 rows
-    {512, MmaCache::kPacked, 4, 7, {0, 0}, 1, 95},   // 32 rows
-    {512, MmaCache::kPacked, 1, 7, {0, 0}, 2, 95},   // 8 rows
+    {512, MmaCache::k16Bit, 9, 3, 9, 1, 127},    // 72 rows: 8 heads x 9 nodes
+    {512, MmaCache::k16Bit, 8, 3, 8, 1, 101},    // 64 rows
+    {512, MmaCache::k16Bit, 4, 4, 0, 1, 85},     // 32 rows
+    {512, MmaCache::k16Bit, 2, 4, 0, 2, 110},    // 16 rows
+    {512, MmaCache::k16Bit, 1, 4, 0, 2, 75},     // 8 rows: a decoded token of a TP8 rank
+    {256, MmaCache::k16Bit, 8, 4, 0, 1, 90},     // 64 rows
+    {256, MmaCache::k16Bit, 2, 4, 0, 2, 90},     // 16 rows
+    {512, MmaCache::kE4M3, 9, 4, 12, 1, 126},    // 72 rows
+    {512, MmaCache::kE4M3, 8, 6, 8, 1, 101},     // 64 rows
+    {512, MmaCache::kE4M3, 4, 8, 0, 1, 80},      // 32 rows
+    {512, MmaCache::kE4M3, 1, 8, 0, 2, 80},      // 8 rows
+    {256, MmaCache::kE4M3, 8, 8, 0, 1, 90},      // 64 rows
+    {512, MmaCache::kPacked, 9, 3, 12, 1, 183},  // packed rows: 72 rows
+    {512, MmaCache::kPacked, 8, 5, 8, 1, 127},   // 64 rows
+    {512, MmaCache::kPacked, 4, 7, 0, 1, 95},    // 32 rows
+    {512, MmaCache::kPacked, 1, 7, 0, 2, 95},    // 8 rows
 };
 
 constexpr MmaTile find_mma_tile(int d_v, int rows, MmaCache cache) {

@@ -117,7 +117,7 @@ std::vector<KernelModel> kernel_models(const DeviceModel& device, const MlaShape
                           device.smem_per_sm_bytes);
   if (mma) {
     const int registers = registers_of("cuda_mma " + std::to_string(mma->rows()), device, shape, kv_dtype);
-    if (registers > 0) add("cuda_mma", mma->policy(), MmaTile::kThreads, mma->smem_bytes(), registers, true);
+    if (registers > 0) add("cuda_mma", mma->policy(), mma->threads(), mma->smem_bytes(), registers, true);
   }
   add_wgmma(false);
   return models;

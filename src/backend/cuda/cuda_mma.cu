@@ -10,9 +10,9 @@
 // queries of those rows beside a ring of keys: so they live in registers too, as the fragments that the first product wants, and only
 // what registers can't take lies in shared memory, read by the lanes that wrote it.
 //
-// Eight warps in two groups of four, one warp of each on every scheduler. A group has half of the row tiles (8 rows each) and shares
-// nothing with the other but the ring of keys, so that while one waits for its softmax the other keeps the tensor cores busy. Within a
-// group the warps share out columns:
+// Groups of four warps, one warp of each on every scheduler: two, or three of 72 rows. A group has its share of the row tiles (8 rows each)
+// and nothing in common with the others but the ring of keys, so that while one waits for its softmax the others keep the tensor cores
+// busy. Within a group the warps share out columns:
 //
 //     warp q of a group scores latent columns q * d_v / 4 on and rope columns 16 q on, of all the group's rows      S^T: a quarter's part
 //     row tile j belongs to warp j % 4: it adds the four parts up, masks, and turns scores into weights             P^T: to shared memory
@@ -20,9 +20,10 @@
 //
 //     wait for tile i | score, send parts | copy tile i + 2 | meet | softmax | meet | accumulate | release tile i
 //
-// The ring has two mbarriers a stage: full, for all threads whose copies have landed, and empty, for 8 warps that are done (8 rows: 128 threads). A warp copies
-// two rows of each tile by 16-byte cp.async, whatever the page size; with an odd number of row tiles the group that has one less copies
-// all of them. Page entries are fetched 8 or 16 tiles ahead.
+// The ring has two mbarriers a stage: full, for all threads whose copies have landed, and empty, for all warps that are done (8 rows: 128
+// threads). A warp of the first two groups copies two rows of each tile by 16-byte cp.async, whatever the page size; of 8 rows, which one
+// group attends, the second group copies all of them. Page entries are fetched 8 or 16 tiles ahead, the next item's queries to L2 while
+// an output is written.
 //
 // FP8 rows lie in the ring as they lie in the pool and are widened in registers, fragment by fragment. e4m3 is exact in fp16; so are the
 // scores' products, for each query row is multiplied by a power of two that brings it below 2^15. Of 16 bytes of a key row, lane l finds
@@ -33,22 +34,24 @@
 //
 // Shared memory, bytes                       72 rows    64 rows    32 rows
 //     ring     [stages][16 keys][1,168]       56,064     56,064     74,752     1,152 of a row and 16: 8 rows meet 32 banks
-//     of each group:
-//       q        fragments of 256             25,600      8,192          0
-//       parts    [row tiles][3][32][16]        7,680      6,144      3,072
-//       weights  [rows][48]                    1,920      1,536        768     16 keys of 2 and 16: as above
-//       shrink, marks, a fifth tile              704        144         80
+//     of each group:                               3          2          2
+//       q        fragments of 256              9,216      8,192          0
+//       parts    [row tiles][3][32][16]        4,608      6,144      3,072
+//       weights  [rows][32]                      768      1,024        512     of rows 4 to 7 the halves have changed places: as above
+//       shrink, marks, maxima of 72 rows         224        160         96
 //     barriers                                    48         48         64
-//                                             99,840     88,144     82,656     sm_86, sm_89, sm_120: 101,376
+//                                            100,560     87,152     82,176     sm_86, sm_89, sm_120: 101,376
 //
-// (72 rows: the first group's; the other has a row tile less and its queries in registers.)
+// Registers: three groups have 168 a thread, of which 96 are sums and 36 queries. So the rows' maxima wait in shared memory, and what is
+// needed at the ends of an item only, such as the thread's number, is worked out again.
 //
 // Budget, 64 rows x 16 keys of d_v 512, in cycles of an SM of the H200: tensor cores 68 mma a warp, 8 cycles each, two warps a
 // scheduler: 1,088; shared memory (fragments of K twice, of V twice, parts, weights, copies) about 1,100; so either would allow 500
 // TFLOP/s, and what a warp waits for in turn takes twice that.
 //
 // Masks: tiles inside the prefix know none. In the others hidden scores become -inf, keys past the end are zeros, and values that are
-// not finite are cleared, lest 0 * NaN reach a row that does not see them; whoever sees such a key has NaN among its weights.
+// not finite are cleared, lest 0 * NaN reach a row that does not see them; whoever sees such a key has NaN among its weights. Such a key's
+// score is not finite whatever the query, so that a tile whose scores all are needs no clearing.
 //
 // A row's bits depend on its keys alone: parts are added in pairs that don't depend on which warp adds, sums run over tiles of 16 keys
 // in every instance, and a maximum is raised by the row's own scores.
@@ -113,7 +116,7 @@ class CudaMma : public CudaBackend {
     const MmaTile* tile = choose_tile(p, device);
     CudaInstance k;
     k.function = find_kernel(*tile, p.q.dtype);
-    k.threads = MmaTile::kThreads;
+    k.threads = tile->threads();
     k.smem_bytes = tile->smem_bytes();
     k.tile = tile->policy();
     k.narrow_partials = true;

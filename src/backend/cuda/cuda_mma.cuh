@@ -13,34 +13,32 @@
 
 namespace treemla::mma {
 
-// Both groups run the same instructions, of which there are more than their cache holds.
-constexpr int kEither = -1;
+// What a group of four warps does: with one row tile the first attends and the second copies.
+enum class Part { kAll, kAttend, kCopy };
 
 // A thread's part of one work item, in the group of four warps that has kTiles row tiles. Fragments, with g = lane / 4 and
 // t = 2 * (lane % 4):
 //
 //     S^T [16 keys, 8 rows]     keys g, g + 8 x rows t, t + 1
 //     O^T [16 columns, 8 rows]  columns g, g + 8 x rows t, t + 1
-//
-// kGroup is 0 or 1, or kEither if both groups do the same.
-template <class C, int kGroup>
+template <class C, Part kPart>
 struct Worker {
   using T = typename C::T;
-  static constexpr int kTiles = C::group_tiles(kGroup == 1), kQSteps = C::q_steps(kGroup == 1);
+  static constexpr int kTiles = kPart == Part::kCopy ? 0 : C::kGroupTiles;
   // Pieces of keys and values that are fetched before they are needed, as far as registers go.
-  static constexpr int kAhead = kTiles > 4 ? 0 : 1;
-  static constexpr int kFirstTile = kGroup == 1 ? C::group_tiles(0) : 0;  // not with kEither
-  static_assert(kTiles <= 5 && (kGroup != kEither || kTiles == C::group_tiles(1)));
+  static constexpr int kAhead = C::kGroups > 2 ? 0 : 1;
+  // Fragments of queries, one a piece of 16 columns and row tile: the first are in registers, the others in shared memory.
+  static constexpr int kQ = C::kSteps * kTiles, kSharedQ = kTiles > 0 ? C::kSharedQ : 0,
+                       kOwnQ = kQ - kSharedQ;
+  static_assert(kTiles <= 4 && kOwnQ >= 0);
   // Shared memory of the group, in bytes from `own` on.
-  static constexpr int kFirstOwnAt = C::group_at(0), kSecondOwnAt = C::group_at(1);
-  static constexpr int kPartsAt = (C::kSteps - kQSteps) * kTiles * 4 * 256,
-                       kWeightsAt = kPartsAt + kTiles * 3 * 512,
+  static constexpr int kPartsAt = kSharedQ * 4 * 256, kWeightsAt = kPartsAt + kTiles * 3 * 512,
                        kWeightsBytes = 8 * kTiles * C::kWeightStride,
                        kShrinkAt = kWeightsAt + C::kWeightCopies * kWeightsBytes,
-                       kRowScalesAt = kShrinkAt + 32 * kTiles,
-                       kRaisedAt = kRowScalesAt + (C::kIsFp8 ? 32 * kTiles : 0),
-                       kFifthAt = round_up(kRaisedAt + 4 * kTiles, 16);
-  static_assert(round_up(kFifthAt + (kTiles > 4 ? 512 : 0), 16) == C::group_bytes(kGroup == 1));
+                       kTopsAt = kShrinkAt + 32 * kTiles,
+                       kRowScalesAt = kTopsAt + (C::kSharedTops ? 32 * kTiles : 0),
+                       kRaisedAt = kRowScalesAt + (C::kIsFp8 ? 32 * kTiles : 0);
+  static_assert(kTiles == 0 || round_up(kRaisedAt + 4 * kTiles, 32) == C::kGroupBytes);
 
   const KernelArgs& args;
   const CudaWorkItem& item;
@@ -54,20 +52,22 @@ struct Worker {
   // Lane l has pool row l % kCopied of this warp in tile l / kCopied of the window that is being copied, and what the page table says
   // of the same row of the next window, of a 64-bit entry the lower half: unread, so that nobody waits for it.
   uint32_t rows, next_entry;
-  uint32_t q[kQSteps > 0 ? kQSteps : 1][kTiles > 0 ? kTiles : 1][2];
+  uint32_t q[kOwnQ > 0 ? kOwnQ : 1][2];
   float out[C::kColumnTiles][kTiles > 0 ? kTiles : 1][4];
-  // Of row tile `quarter` of the group: largest score, about, and sum over this lane's keys. A fifth row tile's waits in shared memory.
-  struct State {
-    float top[2], sum[2];
-  } state;
+  // Of row tile `quarter` of the group: the largest scores, about, and sums over this lane's keys. Three groups leave no registers for the
+  // former between two tiles: they wait in shared memory.
+  float tops[2], sums[2];
 
   __device__ __forceinline__ Worker(const KernelArgs& a, const CudaWorkItem& i, uint32_t s, Ring& r)
       : args(a), item(i), ring(r), smem(s) {
-    lane = static_cast<int>(threadIdx.x) % 32;
-    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+    lane = thread_index() % 32;
+    const int warp = warp_index();
     quarter = warp % 4;
     which = warp / 4;
-    own = smem + (group() == 0 ? kFirstOwnAt : kSecondOwnAt);
+    // By comparisons: a product would be worked out again at every use.
+    own = smem + C::kGroupsAt;
+    if (group() == 1) own = smem + C::kGroupsAt + C::kGroupBytes;
+    if (C::kGroups > 2 && group() == 2) own = smem + C::kGroupsAt + 2 * C::kGroupBytes;
     key_end = item.key_end;
     last_unmasked = (item.prefix_len < key_end ? item.prefix_len : key_end) - C::kKeys;
     keys = smem + (lane & 15) * C::kKeyStride + (lane >> 4) * 16;
@@ -75,26 +75,33 @@ struct Worker {
     asm("" : "+r"(smem), "+r"(own), "+r"(lane), "+r"(keys), "+r"(key_end), "+r"(last_unmasked));
   }
 
-  __device__ __forceinline__ int group() const { return kGroup == kEither ? which : kGroup; }
+  // Known to be the same in all lanes.
+  __device__ __forceinline__ static int warp_index() { return __shfl_sync(~0u, thread_index() / 32, 0); }
+  __device__ __forceinline__ int group() const { return kPart == Part::kAll ? which : 0; }
+  // Of the group's row tiles, the warp's j-th: of four its own is the first, else it would be chosen from all by `quarter` at every tile.
+  __device__ __forceinline__ int tile(int j) const { return kTiles == 4 ? j ^ quarter : j; }
   // The group's row tile j begins at this row of the item.
-  __device__ __forceinline__ int tile_row(int j) const {
-    return 8 * ((kGroup == kEither ? kTiles * group() : kFirstTile) + j);
-  }
+  __device__ __forceinline__ int tile_row(int j) const { return 8 * (kTiles * group() + j); }
 
   // Of the group's four warps.
   __device__ __forceinline__ void sync_own() const {
     if (group() == 0)
       sync_group<1>();
-    else
+    else if (C::kGroups == 2 || group() == 1)
       sync_group<2>();
+    else
+      sync_group<3>();
   }
 
   // ---- copy: 16 lanes a row, 16 bytes a lane ----
 
-  static constexpr int kCopied = C::copied_rows(kGroup == 1);  // rows of a tile that this warp copies
-  __device__ __forceinline__ int copied_row() const {          // the first
-    return kCopied * ((C::kOneCopies ? 0 : 4 * group()) + quarter);
-  }
+  static constexpr int kCopied =
+      kPart == Part::kAttend ? 0 : C::kCopiedRows;  // rows of a tile that a copying warp copies
+  __device__ __forceinline__ int copied_row() const {
+    return kCopied * (4 * group() + quarter);
+  }  // the first
+  // A third group has no rows left to copy.
+  __device__ __forceinline__ bool copies() const { return C::kGroups == 2 || group() < 2; }
   // Windows begin at multiples of their length.
   static constexpr int kWindowTiles = kCopied == 0 ? 1 : 32 / kCopied;
   static constexpr int kWindow = kWindowTiles * C::kKeys;
@@ -145,8 +152,8 @@ struct Worker {
     wait_barrier(empty, ring.round ^ !wraps);
 #pragma unroll
     for (int r = 0; r < kCopied; r += 2) {
-      const uint32_t row =
-          __shfl_sync(~0u, rows, first_key / C::kKeys % kWindowTiles * kCopied + r + (lane >> 4));
+      const uint32_t row = __shfl_sync(
+          ~0u, rows, static_cast<unsigned>(first_key) / C::kKeys % kWindowTiles * kCopied + r + (lane >> 4));
       const bool ok = first_key + copied_row() + r + (lane >> 4) < key_end;
       const char* from = row_at(static_cast<const char*>(args.kv) + 16 * (lane & 15), row);
       const uint32_t to = copy_to() + stage * C::kStageBytes + r * C::kKeyStride;
@@ -159,7 +166,7 @@ struct Worker {
   // A row is chunks of 16 bytes, here as in the pool: the latents, a packed row's scales, the rope columns. 16 lanes copy as many at a time.
   static constexpr int kWholeCopies = C::kElementBytes * C::kDv / 256;
   __device__ __forceinline__ int rest_chunks() const {
-    return (C::kRopeAt - 256 * kWholeCopies) / 16 + args.d_rope * C::kRopeBytes / 16;
+    return (C::kRopeAt - 256 * kWholeCopies) / 16 + static_cast<unsigned>(args.d_rope) * C::kRopeBytes / 16;
   }
 
   // Of the four groups of 128 latents of a packed row.
@@ -184,7 +191,7 @@ struct Worker {
   }
   __device__ __forceinline__ void release_tile() {
     const uint32_t empty = smem + C::kBarriersAt + 8 * (C::kStages + ring.stage);
-    if constexpr (C::kEveryReaderArrives) {
+    if constexpr (C::kOneCopies) {
       if constexpr (kTiles > 0) arrive(empty);
     } else {
       __syncwarp();
@@ -197,23 +204,25 @@ struct Worker {
 
   // ---- load: queries, as the fragments that score() multiplies by ----
 
-  __device__ __forceinline__ uint32_t shared_q(int j, int step) const {
-    constexpr int kShared = C::kSteps - kQSteps;
-    return own + 256 * ((quarter * kTiles + j) * kShared + step - kQSteps) + 8 * lane;
+  __device__ __forceinline__ uint32_t shared_q(int fragment) const {
+    return own + 256 * (quarter * kSharedQ + fragment - kOwnQ) + 8 * lane;
   }
-  // Row `row` of row tile j, or null.
-  __device__ __forceinline__ const T* q_row(int j, int row) const {
-    const int packed = item.row_begin + tile_row(j) + row;
-    if (j >= kTiles || packed >= item.row_end) return nullptr;
-    const int node = packed / args.h_q, head = packed - node * args.h_q;
-    return static_cast<const T*>(args.q) + (static_cast<int64_t>(item.q_begin) + node) * args.q_token_stride +
+  __device__ __forceinline__ const T* q_row(const CudaWorkItem& of, int packed) const {
+    const int node = args.heads.quotient(packed), head = packed - node * args.h_q;
+    return static_cast<const T*>(args.q) + (static_cast<int64_t>(of.q_begin) + node) * args.q_token_stride +
            head * args.q_head_stride;
   }
+  // Row `row` of the warp's row tile j, or null.
+  __device__ __forceinline__ const T* q_row(int j, int row) const {
+    const int packed = item.row_begin + tile_row(tile(j)) + row;
+    return j < kTiles && packed < item.row_end ? q_row(item, packed) : nullptr;
+  }
   __device__ __forceinline__ void keep_q(int j, int step, uint32_t x0, uint32_t x1) {
-    if (step < kQSteps)
-      q[step][j][0] = x0, q[step][j][1] = x1;
+    const int i = step * kTiles + j;
+    if (i < kOwnQ)
+      q[i][0] = x0, q[i][1] = x1;
     else
-      store_shared(shared_q(j, step), uint2{x0, x1});
+      store_shared(shared_q(i), uint2{x0, x1});
   }
   // Queries on their way. Lane l has columns 8 * (l % 4) on of each piece of 32 columns of row l / 4, of rope columns of the piece of 16.
   struct QueryLoads {
@@ -291,18 +300,18 @@ struct Worker {
         largest = fmaxf(largest, fmaxf(largest_of<T>(x[j][i].x), largest_of<T>(x[j][i].y)));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      if ((lane & 3) == 0) store_shared(weights_row(j, lane >> 2) + 4 * quarter, largest);
+      if ((lane & 3) == 0) store_shared(weights_row(tile(j), lane >> 2) + 4 * quarter, largest);
     }
     sync_own();
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      const float4 l = load_shared<float4>(weights_row(j, lane >> 2));
+      const float4 l = load_shared<float4>(weights_row(tile(j), lane >> 2));
       const int exponent =
           static_cast<int>(__float_as_uint(fmaxf(fmaxf(l.x, l.y), fmaxf(l.z, l.w))) >> 23) - 127;
       const int up = min(max(14 - exponent, -113), 100);
       const float by = __uint_as_float(static_cast<uint32_t>(up + 127) << 23);
       if (quarter == 0 && (lane & 3) == 0)
-        store_shared(row_scale_at(j, 0) + 4 * (lane >> 2),
+        store_shared(row_scale_at(tile(j), 0) + 4 * (lane >> 2),
                      __uint_as_float(static_cast<uint32_t>(127 - up) << 23) * score_scale());
 #pragma unroll
       for (int i = 0; i < C::kSteps; ++i) {
@@ -329,10 +338,11 @@ struct Worker {
   __device__ __forceinline__ uint32_t row_scale_at(int j, int pair) const {
     return own + kRowScalesAt + 4 * (8 * j + 2 * pair);
   }
+  // Of rows 4 to 7 the two halves have changed places, so that 8 rows meet 32 banks.
   __device__ __forceinline__ uint32_t weights_row(int j, int row) const {
     return own + kWeightsAt + (8 * j + row) * C::kWeightStride;
   }
-  // ---- score: S^T over this warp's quarter of the columns. Row tile j of a group belongs to quarter j % 4, which keeps its own part; the
+  // ---- score: S^T over this warp's quarter of the columns. Row tile j of a group belongs to quarter j, which keeps its own part; the
   // others' go to shared memory ----
 
   using Fragment = float[4];
@@ -373,7 +383,8 @@ struct Worker {
       }
     }
   };
-  __device__ __forceinline__ void score(Fragment& own, Fragment& own_fifth) const {
+  // Returns whether a key may hold NaN or infinity: whatever the query, its score then does.
+  __device__ __forceinline__ bool score(Fragment& own) const {
     float s[kTiles][4] = {};
     KeyReader k(*this);
 #pragma unroll
@@ -382,7 +393,8 @@ struct Worker {
       k.read(a, i);
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
-        const uint2 b = i < kQSteps ? uint2{q[i][j][0], q[i][j][1]} : load_shared<uint2>(shared_q(j, i));
+        const int f = i * kTiles + j;
+        const uint2 b = f < kOwnQ ? uint2{q[f][0], q[f][1]} : load_shared<uint2>(shared_q(f));
         if (i < C::kLatentSteps)
           multiply_add<typename C::Latent>(s[j], a, b.x, b.y);
         else
@@ -398,13 +410,14 @@ struct Worker {
     }
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      if (quarter != j % 4) {
-        store_shared(part_at(j, quarter ^ j % 4), float4{s[j][0], s[j][1], s[j][2], s[j][3]});
-      } else {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) (j < 4 ? own : own_fifth)[e] = s[j][e];
-      }
+      // Read ahead of the branch, where the compiler would index s by `quarter`, in memory.
+      const float4 x = {s[j][0], s[j][1], s[j][2], s[j][3]};
+      if (kTiles == 4 ? j > 0 : quarter != j)
+        store_shared(part_at(tile(j), kTiles == 4 ? j : quarter ^ j), x);
+      else
+        own[0] = x.x, own[1] = x.y, own[2] = x.z, own[3] = x.w;
     }
+    return !(fabsf(s[0][0]) < INFINITY && fabsf(s[0][2]) < INFINITY);
   }
 
   // ---- mask and softmax ----
@@ -418,7 +431,7 @@ struct Worker {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int packed = item.row_begin + tile_row(j) + 2 * (lane & 3) + r,
-                node = min(packed, item.row_end - 1) / args.h_q;
+                node = args.heads.quotient(min(packed, item.row_end - 1));
       uint32_t tree = ~0u;
       if (args.mask.kind == MaskKind::kCausal) {
         const int seen = node + 1 - from;
@@ -464,12 +477,20 @@ struct Worker {
   __device__ __forceinline__ uint32_t shrink_at(int j, int pair) const {
     return own + kShrinkAt + 4 * (8 * j + 2 * pair);
   }
+  // Their warp alone reads and writes them.
+  __device__ __forceinline__ uint32_t top_at(int j, int pair) const {
+    return own + kTopsAt + 4 * (8 * j + 2 * pair);
+  }
+  __device__ __forceinline__ void load_tops(int pair) {
+    const float2 x = load_shared<float2>(top_at(quarter, pair));
+    tops[0] = x.x, tops[1] = x.y;
+  }
   // Which tile, by its first key, last raised a maximum of the row tile.
   __device__ __forceinline__ uint32_t raised_at(int j) const { return own + kRaisedAt + 4 * j; }
   // True if this one does.
-  __device__ __forceinline__ bool raise_top(State& st, const Fragment& x, int j, int first_key) const {
+  __device__ __forceinline__ bool raise_tops(const Fragment& x, int j, int first_key) {
     float largest[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])};
-    const bool raise = __any_sync(~0u, largest[0] > st.top[0] + kSlack || largest[1] > st.top[1] + kSlack);
+    const bool raise = __any_sync(~0u, largest[0] > tops[0] + kSlack || largest[1] > tops[1] + kSlack);
     if (raise) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
@@ -477,24 +498,26 @@ struct Worker {
         for (int step = 4; step < 32; step *= 2)
           largest[e] = fmaxf(largest[e], __shfl_xor_sync(~0u, largest[e], step));
         float shrink = 1;
-        if (largest[e] > st.top[e] + kSlack) {
-          shrink = exp2_fast(st.top[e] - largest[e]);
-          st.top[e] = largest[e];
+        if (largest[e] > tops[e] + kSlack) {
+          shrink = exp2_fast(tops[e] - largest[e]);
+          tops[e] = largest[e];
         }
-        st.sum[e] *= shrink;
-        if (lane < 4) store_shared(shrink_at(j, lane) + 4 * e, shrink);
+        sums[e] *= shrink;
+        if (lane >= 4) continue;
+        store_shared(shrink_at(j, lane) + 4 * e, shrink);
+        if constexpr (C::kSharedTops) store_shared(top_at(j, lane) + 4 * e, tops[e]);
       }
       if (lane == 0) store_shared(raised_at(j), first_key);
     }
     return raise;
   }
-  __device__ __forceinline__ void store_weights(State& st, const Fragment& x, int j) const {
-    const uint32_t at = weights_row(j, 2 * (lane & 3)) + 2 * (lane >> 2);
+  __device__ __forceinline__ void store_weights(const Fragment& x, int j) {
+    const uint32_t at = weights_row(j, 2 * (lane & 3)) + 2 * (lane >> 2) + 16 * (lane >> 1 & 1);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const float base = st.top[e] == -INFINITY ? 0.0f : st.top[e];  // nothing seen yet: never -inf + inf
+      const float base = tops[e] == -INFINITY ? 0.0f : tops[e];  // nothing seen yet: never -inf + inf
       const float w0 = exp2_fast(x[e] - base), w8 = exp2_fast(x[e + 2] - base);
-      st.sum[e] += w0 + w8;
+      sums[e] += w0 + w8;
       if constexpr (C::kIsPacked) {
         // Each quarter of the columns has its own scale. None for hidden keys: it may be NaN.
         const float4 scale0 = load_shared<float4>(scales_at(ring.stage, lane >> 2)),
@@ -513,31 +536,15 @@ struct Worker {
   }
   __device__ __forceinline__ static void store_pair(uint32_t at, float w0, float w8) {
     store_shared(at, narrow<typename C::Value>(w0));
-    store_shared(at + 16, narrow<typename C::Value>(w8));
+    store_shared(at ^ 16, narrow<typename C::Value>(w8));
   }
-  __device__ __forceinline__ State load_fifth() const {
-    const float4 x = load_shared<float4>(own + kFifthAt + 16 * lane);
-    return {{x.x, x.y}, {x.z, x.w}};
-  }
-  __device__ __forceinline__ void store_fifth(const State& st) const {
-    store_shared(own + kFifthAt + 16 * lane, float4{st.top[0], st.top[1], st.sum[0], st.sum[1]});
-  }
-  // Of this warp's row tiles. Two of them step by step together: each step waits for the one before.
-  __device__ __forceinline__ bool softmax(Fragment& own, Fragment& own_fifth, int first_key) {
-    bool raised = false;
-    if (kTiles > 4 && quarter == 0) {
-      gather_scores(own, 0, first_key);
-      gather_scores(own_fifth, 4, first_key);
-      State fifth = load_fifth();
-      raised = raise_top(state, own, 0, first_key) | raise_top(fifth, own_fifth, 4, first_key);
-      store_weights(state, own, 0);
-      store_weights(fifth, own_fifth, 4);
-      store_fifth(fifth);
-    } else if (kTiles >= 4 || quarter < kTiles) {
-      gather_scores(own, quarter, first_key);
-      raised = raise_top(state, own, quarter, first_key);
-      store_weights(state, own, quarter);
-    }
+  // Of this warp's row tile.
+  __device__ __forceinline__ bool softmax(Fragment& own, int first_key) {
+    if (kTiles < 4 && quarter >= kTiles) return false;
+    gather_scores(own, quarter, first_key);
+    if constexpr (C::kSharedTops) load_tops(lane & 3);
+    const bool raised = raise_tops(own, quarter, first_key);
+    store_weights(own, quarter);
     return raised;
   }
 
@@ -567,8 +574,8 @@ struct Worker {
   __device__ __forceinline__ void shrink_out(int first_key) {
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      if (load_shared<int>(raised_at(j)) != first_key) continue;
-      const float2 shrink = load_shared<float2>(shrink_at(j, lane & 3));
+      if (load_shared<int>(raised_at(tile(j))) != first_key) continue;
+      const float2 shrink = load_shared<float2>(shrink_at(tile(j), lane & 3));
 #pragma unroll
       for (int c = 0; c < C::kColumnTiles; ++c) {
         out[c][j][0] *= shrink.x, out[c][j][1] *= shrink.y;
@@ -613,11 +620,12 @@ struct Worker {
     uint32_t p[kTiles][2];
     // Lane l has row l % 8 of row tile l / 16, keys 8 * (l / 8 % 2) on.
     const uint32_t weights = own + kWeightsAt + (C::kIsPacked ? quarter * kWeightsBytes : 0) +
-                             (8 * (lane >> 4) + (lane & 7)) * C::kWeightStride + (lane >> 3 & 1) * 16;
+                             (8 * tile(lane >> 4) + (lane & 7)) * C::kWeightStride +
+                             ((lane >> 3 ^ lane >> 2) & 1) * 16;
 #pragma unroll
     for (int j = 0; j + 1 < kTiles; j += 2) {
       uint32_t x[4];
-      load_matrices(x, weights + 8 * j * C::kWeightStride);
+      load_matrices(x, weights + 8 * (kTiles == 4 && j == 2 && (quarter & 2) ? -2 : j) * C::kWeightStride);
       p[j][0] = x[0], p[j][1] = x[1], p[j + 1][0] = x[2], p[j + 1][1] = x[3];
     }
     if constexpr (kTiles % 2 == 1) {
@@ -637,28 +645,26 @@ struct Worker {
 
   // ---- write ----
 
-  // Each row's lse, and in place of shrink what its sums are to be multiplied by: -1 if it saw no key.
-  __device__ __forceinline__ void finish_rows(const State& st, int j) const {
+  // Each row's lse, and in place of shrink what its sums are to be multiplied by. A row that saw no key has sums of 0: only masked tiles, whose
+  // values are finite, were there for it.
+  __device__ __forceinline__ void finish_rows(int j) {
+    if constexpr (C::kSharedTops) load_tops(lane & 3);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      float total = st.sum[e];
+      float total = sums[e];
 #pragma unroll
       for (int step = 4; step < 32; step *= 2) total += __shfl_xor_sync(~0u, total, step);
       if (lane >= 4) continue;
       const bool none = total == 0;
-      store_shared(shrink_at(j, lane) + 4 * e, none ? -1.0f : args.value_scale / total);
+      store_shared(shrink_at(j, lane) + 4 * e, none ? 0.0f : args.value_scale / total);
       const int row = tile_row(j) + 2 * lane + e, packed = item.row_begin + row;
       if (packed >= item.row_end) continue;
-      const float lse = none ? -INFINITY : (st.top[e] + log2f(total)) * 0.693147180559945309417f;
+      const float lse = none ? -INFINITY : (tops[e] + log2f(total)) * 0.693147180559945309417f;
       if (item.partial >= 0)
         args.partial_lse[static_cast<int64_t>(item.partial) * C::kRows + row] = lse;
       else if (args.lse)
         args.lse[static_cast<int64_t>(item.q_begin) * args.h_q + packed] = lse;
     }
-  }
-  // What a row's sums are to be multiplied by; no key seen: nothing is.
-  __device__ __forceinline__ static float finished(float sum, float by) {
-    return by == -1.0f ? 0.0f : sum * by;
   }
   template <class To>
   __device__ __forceinline__ void write_rows(To* to) const {
@@ -666,17 +672,17 @@ struct Worker {
     const int num_rows = item.row_end - item.row_begin;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      const float2 by = load_shared<float2>(shrink_at(j, lane & 3));
+      const float2 by = load_shared<float2>(shrink_at(tile(j), lane & 3));
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int row = tile_row(j) + 2 * (lane & 3) + e;
+        const int row = tile_row(tile(j)) + 2 * (lane & 3) + e;
         if (row >= num_rows) continue;
         To* at = to + static_cast<int64_t>(row) * C::kDv;
 #pragma unroll
         for (int c = 0; c < C::kColumnTiles; ++c)
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const float x = finished(out[c][j][2 * h + e], e == 0 ? by.x : by.y);
+            const float x = out[c][j][2 * h + e] * (e == 0 ? by.x : by.y);
             To& y = at[16 * c + (C::kIsFp8 ? 1 : 8) * h];
             if constexpr (std::is_same_v<To, float>)
               y = x;
@@ -693,13 +699,13 @@ struct Worker {
     to += 16 * C::kColumnTiles * quarter + (C::kIsFp8 ? 2 * (lane >> 2) : lane >> 2 & 6);
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      const float2 by = load_shared<float2>(shrink_at(j, lane & 3));
-      const int row = tile_row(j) + 2 * (lane & 3) + odd;
+      const float2 by = load_shared<float2>(shrink_at(tile(j), lane & 3));
+      const int row = tile_row(tile(j)) + 2 * (lane & 3) + odd;
       float* at = to + static_cast<int64_t>(row) * C::kDv;
 #pragma unroll
       for (int c = 0; c < C::kColumnTiles; ++c) {
-        const float x[4] = {finished(out[c][j][0], by.x), finished(out[c][j][1], by.y),
-                            finished(out[c][j][2], by.x), finished(out[c][j][3], by.y)};
+        const float x[4] = {out[c][j][0] * by.x, out[c][j][1] * by.y, out[c][j][2] * by.x,
+                            out[c][j][3] * by.y};
         if constexpr (C::kIsFp8) {
           if (row < num_rows) *reinterpret_cast<float2*>(at + 16 * c) = {x[0], x[2]};
           if (row + 1 < num_rows) *reinterpret_cast<float2*>(at + 16 * c + C::kDv) = {x[1], x[3]};
@@ -725,16 +731,15 @@ struct Worker {
                                                       : 2 * (lane & 3));
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      const float2 by = load_shared<float2>(shrink_at(j, lane & 3));
-      const bool there = tile_row(j) + row < num_rows;
-      To* at = to + static_cast<int64_t>(tile_row(j) + row) * C::kDv;
+      const float2 by = load_shared<float2>(shrink_at(tile(j), lane & 3));
+      const bool there = tile_row(tile(j)) + row < num_rows;
+      To* at = to + static_cast<int64_t>(tile_row(tile(j)) + row) * C::kDv;
 #pragma unroll
       for (int c = 0; c < C::kColumnTiles; ++c) {
         uint32_t x[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h)
-          x[h] = transposed(
-              narrow_pair<To>(finished(out[c][j][2 * h], by.x), finished(out[c][j][2 * h + 1], by.y)));
+          x[h] = transposed(narrow_pair<To>(out[c][j][2 * h] * by.x, out[c][j][2 * h + 1] * by.y));
         uint2 four;
         if constexpr (C::kIsFp8) {
           four = {__byte_perm(x[0], x[1], 0x5410), __byte_perm(x[0], x[1], 0x7632)};
@@ -756,10 +761,10 @@ struct Worker {
       write_quads(to);
   }
   __device__ __forceinline__ void write() {
+    quarter = warp_index() % 4;  // again, rather than kept for it
     asm volatile("" : "+r"(lane), "+r"(quarter));
     sync_own();  // the last tile's shrink is used
-    if (kTiles >= 4 || quarter < kTiles) finish_rows(state, quarter);
-    if (kTiles > 4 && quarter == 0) finish_rows(load_fifth(), 4);
+    if (kTiles == 4 || quarter < kTiles) finish_rows(quarter);
     sync_own();
     const DType dtype = dtype_of_rows(args, item);
     if (dtype == DType::kF32)
@@ -784,7 +789,8 @@ struct Worker {
 
   __device__ __forceinline__ void begin(SharedWork<C::kThreads>& work) {
     const int window = item.key_begin & -kWindow;
-    if constexpr (kCopied > 0) fetch_entries(window);
+    if constexpr (kCopied > 0)
+      if (copies()) fetch_entries(window);
     const bool aligned =
         reinterpret_cast<uintptr_t>(args.q) % 16 == 0 && (args.q_token_stride | args.q_head_stride) % 8 == 0;
     [[maybe_unused]] QueryLoads queries;
@@ -794,13 +800,14 @@ struct Worker {
       else
         fetch_q<false>(queries);
     }
-    if constexpr (kCopied > 0) {
-      clear_rope();
-      find_rows(window);
-      fetch_entries(window + kWindow);
+    if constexpr (kCopied > 0)
+      if (copies()) {
+        clear_rope();
+        find_rows(window);
+        fetch_entries(window + kWindow);
 #pragma unroll
-      for (int i = 0; i + 1 < C::kStages; ++i) copy(item.key_begin + i * C::kKeys, i);
-    }
+        for (int i = 0; i + 1 < C::kStages; ++i) copy(item.key_begin + i * C::kKeys, i);
+      }
     work.look_ahead();
     if constexpr (C::kIsFp8)
       load_scaled_q(aligned);
@@ -812,39 +819,64 @@ struct Worker {
       for (int j = 0; j < kTiles; ++j)
 #pragma unroll
         for (int e = 0; e < 4; ++e) out[c][j][e] = 0;
-    state = {{-INFINITY, -INFINITY}, {0, 0}};
-    if (kTiles > 4 && quarter == 0) store_fifth(state);
+    sums[0] = sums[1] = 0;
+    tops[0] = tops[1] = -INFINITY;
+    if (C::kSharedTops && lane < 4 && quarter < kTiles)
+      store_shared(top_at(quarter, lane), float2{tops[0], tops[1]});
     if (lane < kTiles) store_shared(raised_at(lane), -1);  // whoever raises first does so after sync_own()
+  }
+
+  // The next item's queries to L2 while this one's output is on its way, by the first group, which read that item: two threads a row.
+  __device__ __forceinline__ void prefetch_queries(const CudaWorkItem* next) const {
+    if (next == nullptr) return;
+    const int thread = 32 * quarter + lane, num_rows = next->row_end - next->row_begin;
+#pragma unroll 1
+    for (int row = thread / 2; row < num_rows; row += 64) {
+      const T* from = q_row(*next, next->row_begin + row);
+#pragma unroll
+      for (int column = thread % 2 * 64; column < C::kDv + MmaTile::kRope; column += 128)
+        if (column < C::kDv + args.d_rope) prefetch_l2(from + column);
+    }
   }
 
   __device__ __forceinline__ void attend(SharedWork<C::kThreads>& work) {
     begin(work);
-    if constexpr (kGroup != kEither)
-      attend_keys<1 + kGroup>();
-    else if (group() == 0)
-      attend_keys<1>();
+    if (group() == 0)
+      attend_keys<1, true>();
+    else if (C::kGroups == 2 || group() == 1)
+      attend_keys<2, true>();
     else
-      attend_keys<2>();
-    if constexpr (kTiles > 0) write();
+      attend_keys<3, false>();
+    if constexpr (kTiles > 0) {
+      if (group() == 0) prefetch_queries(work.after());
+      write();
+    }
   }
-  // The groups have the ring of keys in common and nothing else: while one waits for its softmax the other keeps the tensor cores busy. The
-  // loop is there twice, with each group's barrier a constant: in a register, or chosen each time, it takes 4% longer.
-  template <int kBarrier>
+  // The groups have the ring of keys in common and nothing else: while one waits for its softmax the others keep the tensor cores busy. The
+  // loop is there for each of them, with its barrier a constant: in a register, or chosen each time, it takes 4% longer.
+  template <int kBarrier, bool kCopies>
   __device__ __forceinline__ void attend_keys() {
 #pragma unroll 1
     for (int key = item.key_begin; key < key_end; key += C::kKeys) {
       wait_tile();
-      Fragment own = {}, own_fifth = {};
-      if constexpr (kTiles > 0) score(own, own_fifth);
-      if constexpr (kCopied > 0) copy(key + (C::kStages - 1) * C::kKeys, C::kStages - 1);
+      Fragment own = {};
+      bool is_suspect = false;
+      if constexpr (kTiles > 0) is_suspect = score(own);
+      if constexpr (kCopied > 0 && kCopies && !C::kCopiesLate)
+        copy(key + (C::kStages - 1) * C::kKeys, C::kStages - 1);
       if (key > last_unmasked) {
-        __syncthreads();  // everyone has scored
-        if constexpr (kCopied > 0) clear_nonfinite();
-        __syncthreads();
+        if (__syncthreads_or(is_suspect)) {  // everyone has scored
+          if constexpr (kCopied > 0 && kCopies) clear_nonfinite();
+          __syncthreads();
+        }
+      } else if constexpr (kTiles > 0) {
+        sync_group<kBarrier>();  // the parts are there
       }
       if constexpr (kTiles > 0) {
-        sync_group<kBarrier>();  // the parts are there
-        const bool shrinks = sync_group_or<kBarrier>(softmax(own, own_fifth, key));
+        const bool raised = softmax(own, key);
+        if constexpr (kCopied > 0 && kCopies && C::kCopiesLate)
+          copy(key + (C::kStages - 1) * C::kKeys, C::kStages - 1);
+        const bool shrinks = sync_group_or<kBarrier>(raised);
         accumulate(key, shrinks);
       }
       release_tile();
@@ -859,19 +891,19 @@ __global__ void __launch_bounds__(C::kThreads, C::kTile.blocks)
   __shared__ SharedWork<C::kThreads> work;
   const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
   if (threadIdx.x < C::kStages) {
-    init_barrier(smem + C::kBarriersAt + 8 * threadIdx.x, C::kOneCopies ? C::kThreads / 2 : C::kThreads);
+    init_barrier(smem + C::kBarriersAt + 8 * threadIdx.x, C::kCopyingThreads);
     init_barrier(smem + C::kBarriersAt + 8 * (C::kStages + threadIdx.x),
-                 C::kEveryReaderArrives ? C::kThreads / 2 : C::kThreads / 32);
+                 C::kOneCopies ? C::kThreads / 2 : C::kThreads / 32);
   }
   allow_dependent_launch();
   Ring ring;
   for (bool more = work.begin(args.plan, static_cast<int>(blockIdx.x)); more; more = work.next()) {
     if constexpr (!C::kOneCopies)
-      Worker<C, kEither>(args, work.item(), smem, ring).attend(work);
+      Worker<C, Part::kAll>(args, work.item(), smem, ring).attend(work);
     else if (threadIdx.x < C::kThreads / 2)
-      Worker<C, 0>(args, work.item(), smem, ring).attend(work);
+      Worker<C, Part::kAttend>(args, work.item(), smem, ring).attend(work);
     else
-      Worker<C, 1>(args, work.item(), smem, ring).attend(work);
+      Worker<C, Part::kCopy>(args, work.item(), smem, ring).attend(work);
   }
 }
 

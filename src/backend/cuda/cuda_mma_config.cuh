@@ -16,9 +16,10 @@ template <class T_, int kTileDv, int kTileRows, int kTileCache>
 struct Config {
   using T = T_;
   static constexpr MmaTile kTile = find_mma_tile(kTileDv, kTileRows, static_cast<MmaCache>(kTileCache));
-  static constexpr int kThreads = MmaTile::kThreads;
+  static constexpr int kThreads = kTile.threads(), kGroups = kTile.groups(),
+                       kGroupTiles = kTile.group_tiles();
   static constexpr int kDv = kTile.d_v, kRows = kTile.rows(), kKeys = MmaTile::kKeys;
-  static constexpr int kRowTiles = kTile.row_tiles, kStages = kTile.stages;
+  static constexpr int kStages = kTile.stages;
   static constexpr bool kIsFp8 = kTile.cache != MmaCache::k16Bit,
                         kIsPacked = kTile.cache == MmaCache::kPacked;
   // What the latents' scores, the rope's and the values are multiplied in. e4m3 is exact in fp16, which queries reach by a power of two a
@@ -26,29 +27,27 @@ struct Config {
   using Latent = std::conditional_t<kIsFp8, __half, T>;
   using Rope = std::conditional_t<kIsPacked, __nv_bfloat16, Latent>;
   using Value = std::conditional_t<kIsPacked, __nv_bfloat16, Latent>;
-  // Of an odd number of row tiles the first group has the one more.
-  static constexpr int group_tiles(int group) { return (kRowTiles + 1 - group) / 2; }
-  // Rows of each tile of keys that a warp of the group copies: the group with fewer row tiles has the time.
-  static constexpr bool kOneCopies = kRowTiles % 2 == 1;  // the second group
-  static constexpr int copied_rows(int group) { return kOneCopies ? 4 * group : 2; }
-  // One group computes, the other copies, and they meet at the ring's barriers alone. There each reader says for itself that it is done with a
-  // tile: compute-sanitizer's racecheck doesn't see that the lane which arrives for its warp comes after the others' reads.
-  static constexpr bool kEveryReaderArrives = group_tiles(1) == 0;
-  // Pieces of 16 columns that a warp accumulates; that it scores, first of the latent part; of those, whose queries it has in registers.
+  // One row tile: a group attends, the other copies, and they meet at the ring's barriers alone. There each reader says for itself that it is
+  // done with a tile: compute-sanitizer's racecheck doesn't see that the lane which arrives for its warp comes after the others' reads.
+  static constexpr bool kOneCopies = kTile.row_tiles == 1;
+  // Rows of each tile of keys that a copying warp copies: of one group, or of the first two.
+  static constexpr int kCopiedRows = kOneCopies ? 4 : 2, kCopyingThreads = kOneCopies ? 128 : 256;
+  // After the softmax, which one warp of each of three groups has no part in, rather than before: as measured, a fifth faster for packed rows
+  // and 1 to 2% slower for others.
+  static constexpr bool kCopiesLate = kIsPacked && kGroups > 2;
+  // Pieces of 16 columns that a warp accumulates; that it scores, first of the latent part.
   static constexpr int kColumnTiles = kDv / 64;
   static constexpr int kLatentSteps = kDv / 64, kSteps = kTile.steps();
-  static constexpr int q_steps(int group) { return kSteps - kTile.q_steps[group]; }
+  static constexpr int kSharedQ = kTile.shared_q;
+  static constexpr bool kSharedTops = kTile.shared_tops();
 
   // Shared memory, in bytes.
   static constexpr int kKeyStride = kTile.key_stride(), kStageBytes = kTile.stage_bytes();
   static constexpr int kElementBytes = kIsFp8 ? 1 : 2;                                      // of a latent
   static constexpr int kRopeAt = kTile.rope_at(), kRopeBytes = kTile.rope_element_bytes();  // within a row
   static constexpr int kWeightStride = MmaTile::kWeightStride, kWeightCopies = kTile.weight_copies();
-  static constexpr int group_bytes(int group) { return kTile.group_bytes(group); }
-  static constexpr int group_at(int group) {
-    return kStages * kStageBytes + (group == 0 ? 0 : group_bytes(0));
-  }
-  static constexpr int kBarriersAt = group_at(1) + group_bytes(1);  // full, then empty
+  static constexpr int kGroupsAt = kStages * kStageBytes, kGroupBytes = kTile.group_bytes();
+  static constexpr int kBarriersAt = kGroupsAt + kTile.attending_groups() * kGroupBytes;  // full, then empty
   static constexpr int kSmemBytes = kBarriersAt + 16 * kStages;
   static_assert(kSmemBytes == kTile.smem_bytes() && kSmemBytes <= 99 * 1024 - 256);
 };

@@ -19,6 +19,10 @@ __device__ __forceinline__ void copy8(uint32_t to, const void* from, bool ok) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(ok ? 8 : 0)
                : "memory");
 }
+// The line of 128 bytes around it, on its way to L2.
+__device__ __forceinline__ void prefetch_l2(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
 // This thread's copies so far become a group; wait until at most kPending of its youngest groups are on their way.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
