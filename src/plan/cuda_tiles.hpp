@@ -228,7 +228,7 @@ inline constexpr MmaTile kMmaTiles[] = {
     {512, MmaCache::k16Bit, 1, 4, 0, 2, 75},     // 8 rows: a decoded token of a TP8 rank
     {256, MmaCache::k16Bit, 8, 4, 0, 1, 90},     // 64 rows
     {256, MmaCache::k16Bit, 2, 4, 0, 2, 90},     // 16 rows
-    {512, MmaCache::kE4M3, 9, 4, 12, 1, 126},    // 72 rows
+    {512, MmaCache::kE4M3, 9, 4, 11, 1, 126},    // 72 rows
     {512, MmaCache::kE4M3, 8, 6, 8, 1, 101},     // 64 rows
     {512, MmaCache::kE4M3, 4, 8, 0, 1, 80},      // 32 rows
     {512, MmaCache::kE4M3, 1, 8, 0, 2, 80},      // 8 rows

@@ -30,6 +30,13 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// threadIdx.x, read again at every use: the compiler would keep it, in a register or in local memory.
+__device__ __forceinline__ unsigned thread_index() {
+  unsigned i;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+  return i;
+}
+
 // ---- barriers in shared memory, 8 bytes ----
 
 // A phase ends after so many arrivals.

@@ -31,13 +31,6 @@ class WorkList {
   int worker_, done_ = 0;
 };
 
-// threadIdx.x, read again at every use: the compiler would keep it, in a register or in local memory.
-__device__ __forceinline__ unsigned thread_index() {
-  unsigned i;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
-  return i;
-}
-
 // The same in shared memory, for kernels that have no register to spare:
 //
 //     __shared__ SharedWork<kThreads> work;
@@ -78,13 +71,12 @@ struct SharedWork {
   __device__ const CudaWorkItem* after() const { return left_ > 1 ? &items_[current_ ^ 1] : nullptr; }
 
  private:
-  __device__ static bool is_stepper() { return thread_index() == kThreads - 1; }
+  __device__ static bool is_stepper() { return threadIdx.x == kThreads - 1; }
   // By as many threads as it has words.
   __device__ static void copy(CudaWorkItem& to, const CudaWorkItem& from) {
     static_assert(sizeof(CudaWorkItem) % 4 == 0);
-    const unsigned i = thread_index();
-    if (i < sizeof(CudaWorkItem) / 4)
-      reinterpret_cast<uint32_t*>(&to)[i] = reinterpret_cast<const uint32_t*>(&from)[i];
+    if (threadIdx.x < sizeof(CudaWorkItem) / 4)
+      reinterpret_cast<uint32_t*>(&to)[threadIdx.x] = reinterpret_cast<const uint32_t*>(&from)[threadIdx.x];
   }
 
   CudaWorkItem items_[2];
