@@ -117,6 +117,23 @@ Suite& many_rows() {
   static Suite suite(many_rows_cases());
   return suite;
 }
+// A decoded token of 8 heads, with so many keys that every worker goes round its ring of tiles, of each kind of cache.
+std::vector<CaseParam> many_keys_cases() {
+  std::vector<CaseParam> list;
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF8E4M3, DType::kF8E4M3Packed}) {
+    CaseSpec spec;
+    spec.requests.assign(20, {4000, 1});
+    spec.shape = {8, 512, 64};
+    spec.kv_dtype = dtype;
+    spec.q_dtype = query_dtype(dtype);
+    list.push_back({spec, {}, {}});
+  }
+  return list;
+}
+Suite& many_keys() {
+  static Suite suite(many_keys_cases());
+  return suite;
+}
 // How a backend plans a problem of host memory.
 std::string description(const VerifyProblem& p, const RunOptions& options) {
   HostedProblem there(*find_backend(options.backend), p);
@@ -168,6 +185,8 @@ INSTANTIATE_TEST_SUITE_P(All, CudaBackends, testing::ValuesIn(cuda_backends()),
 TEST_P(CudaBackends, Smoke) { run_suite(smoke()); }
 TEST_P(CudaBackends, Corner) { run_suite(corner()); }
 TEST_P(CudaBackends, Random) { run_suite(random_suite()); }
+
+TEST_P(CudaBackends, ManyKeys) { run_suite(many_keys()); }
 
 TEST_P(CudaBackends, HundredsOfRows) {
   if (chooses_as_on_h200(GetParam()))

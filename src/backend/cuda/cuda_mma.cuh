@@ -809,7 +809,7 @@ struct Worker {
         for (int i = 0; i + 1 < C::kStages; ++i) copy(item.key_begin + i * C::kKeys, i);
       }
     work.look_ahead();
-    if constexpr (C::kIsFp8)
+    if constexpr (kTiles > 0 && C::kIsFp8)  // it meets the group, which one that only copies must not
       load_scaled_q(aligned);
     else
       keep_q(queries);
