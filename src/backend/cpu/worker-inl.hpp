@@ -113,42 +113,45 @@ struct Worker {
     std::fill_n(group_q(g) + m * d_qk, (kFewRows - m) * d_qk, 0.0f);
   }
 
-  // Q^T in panels: element (row, k) of a group at [row / kPanel][k][row % kPanel]. Four rows at a time
-  // through 4x4 transposes; rows past the end are zero.
+  // Q^T in panels: element (row, k) of a group at [row / kPanel][k][row % kPanel]. A slice of the columns at a time, whose
+  // lines stay in L1 until all rows of the panel are in them.
   HWY_INLINE void load_q() {
-    float* wide = tile;  // the tile is not in use yet: four widened rows
-    for (int r = 0; r < round_up(rows, kSimdRows); r += 4) {
-      if (few(r / kSimdRows)) {
-        load_few_q(r / kSimdRows);
-        break;  // only the last group can be that small
-      }
-      for (int i = 0; i < 4; ++i) {
-        float* to = wide + i * layout.tile_ld;
-        if (r + i >= rows) {
-          std::memset(to, 0, sizeof(float) * layout.tile_ld);
-          continue;
-        }
-        widen_row(query(r + i), item.q_dtype, d_qk, to);
-      }
-      float* to = group_q(r / kSimdRows) + (r % kSimdRows) / kPanel * d_qk * kPanel + r % kPanel;
-      int k = 0;
-#if HWY_TARGET != HWY_SCALAR
-      const hn::FixedTag<float, 4> d4;
-      for (; k + 4 <= d_qk; k += 4) {
-        const auto r0 = hn::LoadU(d4, wide + k), r1 = hn::LoadU(d4, wide + layout.tile_ld + k);
-        const auto r2 = hn::LoadU(d4, wide + 2 * layout.tile_ld + k),
-                   r3 = hn::LoadU(d4, wide + 3 * layout.tile_ld + k);
-        const auto a = hn::InterleaveLower(d4, r0, r2), b = hn::InterleaveLower(d4, r1, r3);
-        const auto e = hn::InterleaveUpper(d4, r0, r2), f = hn::InterleaveUpper(d4, r1, r3);
-        hn::StoreU(hn::InterleaveLower(d4, a, b), d4, to + k * kPanel);
-        hn::StoreU(hn::InterleaveUpper(d4, a, b), d4, to + (k + 1) * kPanel);
-        hn::StoreU(hn::InterleaveLower(d4, e, f), d4, to + (k + 2) * kPanel);
-        hn::StoreU(hn::InterleaveUpper(d4, e, f), d4, to + (k + 3) * kPanel);
-      }
-#endif
-      for (; k < d_qk; ++k)
-        for (int i = 0; i < 4; ++i) to[k * kPanel + i] = wide[i * layout.tile_ld + k];
+    for (int g = 0; g * kSimdRows < rows; ++g) {
+      if (few(g)) return load_few_q(g);  // only the last group can be that small
+      for (int k = 0; k < d_qk; k += kDepth)
+        for (int r = 0; r < kSimdRows; r += 4) load_four_q(g, r, k, std::min(kDepth, d_qk - k));
     }
+  }
+
+  // Columns [begin, begin + n) of rows r .. r + 3 of a group, through 4x4 transposes; rows past the end are zero.
+  HWY_INLINE void load_four_q(int g, int r, int begin, int n) {
+    float* wide = tile;  // the tile is not in use yet
+    for (int i = 0; i < 4; ++i) {
+      float* to = wide + i * kDepth;
+      if (g * kSimdRows + r + i >= rows) {
+        std::fill_n(to, kDepth, 0.0f);
+        continue;
+      }
+      const auto bytes = static_cast<int64_t>(dtype_bytes(item.q_dtype));
+      widen_row(static_cast<const char*>(query(g * kSimdRows + r + i)) + begin * bytes, item.q_dtype, n, to);
+    }
+    float* to = group_q(g) + r / kPanel * d_qk * kPanel + begin * kPanel + r % kPanel;
+    int k = 0;
+#if HWY_TARGET != HWY_SCALAR
+    const hn::FixedTag<float, 4> d4;
+    for (; k + 4 <= n; k += 4) {
+      const auto r0 = hn::LoadU(d4, wide + k), r1 = hn::LoadU(d4, wide + kDepth + k);
+      const auto r2 = hn::LoadU(d4, wide + 2 * kDepth + k), r3 = hn::LoadU(d4, wide + 3 * kDepth + k);
+      const auto a = hn::InterleaveLower(d4, r0, r2), b = hn::InterleaveLower(d4, r1, r3);
+      const auto e = hn::InterleaveUpper(d4, r0, r2), f = hn::InterleaveUpper(d4, r1, r3);
+      hn::StoreU(hn::InterleaveLower(d4, a, b), d4, to + k * kPanel);
+      hn::StoreU(hn::InterleaveUpper(d4, a, b), d4, to + (k + 1) * kPanel);
+      hn::StoreU(hn::InterleaveLower(d4, e, f), d4, to + (k + 2) * kPanel);
+      hn::StoreU(hn::InterleaveUpper(d4, e, f), d4, to + (k + 3) * kPanel);
+    }
+#endif
+    for (; k < n; ++k)
+      for (int i = 0; i < 4; ++i) to[k * kPanel + i] = wide[i * kDepth + k];
   }
 
   // Query rows as dot products take them, columns in the cache's order; `room` [kSimdRows, d_qk] if they have to be moved.
