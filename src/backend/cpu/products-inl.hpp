@@ -26,6 +26,7 @@ constexpr int kPanel = kVecs * kLanes;  // rows (or columns) that one micro-kern
 // The second product's panels are narrower and its blocks higher: what a panel of V takes in L1 then leaves room for P and O, wherever
 // in the pool its rows happen to lie.
 constexpr int kOutVecs = 2;
+static_assert(kSimdPanel % (kOutVecs * kLanes) == 0);
 constexpr int kDepth = 96;                                  // terms of a chain of FMAs in the first product
 static_assert(kSimdRows % kPanel == 0 && kPanel % 4 == 0);  // load_q() moves four rows of a panel at a time
 
@@ -112,11 +113,12 @@ HWY_INLINE void micro_kernel(const A& operand, const B& b, int depth, Done done)
 // What a product is added to: nothing, c, or c * alpha[i].
 enum class Onto { kNothing, kSum, kScaledSum };
 
-template <int MR, int NV, Onto kOnto, class A, class B>
-HWY_INLINE void product_block(const A& a, const B& b, int depth, float* c, int64_t ldc, const float* alpha) {
+// Rows of c are kLd floats apart.
+template <int MR, int NV, Onto kOnto, int kLd, class A, class B>
+HWY_INLINE void product_block(const A& a, const B& b, int depth, float* c, const float* alpha) {
   const D d;
   micro_kernel<MR, NV>(a, b, depth, [&](int i, const V(&acc)[NV]) HWY_ATTR {
-    float* to = c + i * ldc;
+    float* to = c + i * kLd;
     const V scale = hn::Set(d, kOnto == Onto::kScaledSum ? alpha[i] : 1.0f);
     HWY_UNROLL(16)
     for (int v = 0; v < NV; ++v) {
@@ -129,16 +131,16 @@ HWY_INLINE void product_block(const A& a, const B& b, int depth, float* c, int64
 }
 
 // For m rows in blocks of at most kAccs / NV.
-template <int NV, Onto kOnto, class A, class B>
-HWY_NOINLINE void product_rows(int m, const A& a, const B& b, int depth, float* c, int64_t ldc,
-                               const float* alpha, FetchAhead& ahead) {
+template <int NV, Onto kOnto, int kLd, class A, class B>
+HWY_NOINLINE void product_rows(int m, const A& a, const B& b, int depth, float* c, const float* alpha,
+                               FetchAhead& ahead) {
   constexpr int kBlock = std::min(A::kMostRows, kAccs / NV);
   int i = 0;
   auto block = [&](auto size) HWY_ATTR {
     constexpr int MR = decltype(size)::value;
     for (; m - i >= MR; i += MR) {
       ahead.step();
-      product_block<MR, NV, kOnto>(a.from(i), b, depth, c + i * ldc, ldc, alpha ? alpha + i : nullptr);
+      product_block<MR, NV, kOnto, kLd>(a.from(i), b, depth, c + i * kLd, alpha ? alpha + i : nullptr);
     }
   };
   block(std::integral_constant<int, kBlock>{});
@@ -150,14 +152,14 @@ HWY_NOINLINE void product_rows(int m, const A& a, const B& b, int depth, float* 
 }
 
 // One panel of `vecs` vectors, kMost at most.
-template <int kMost, Onto kOnto, class A, class B>
-void product(int vecs, int m, const A& a, const B& b, int depth, float* c, int64_t ldc, const float* alpha,
+template <int kMost, Onto kOnto, int kLd, class A, class B>
+void product(int vecs, int m, const A& a, const B& b, int depth, float* c, const float* alpha,
              FetchAhead& ahead) {
-  if (vecs == 1) return product_rows<1, kOnto>(m, a, b, depth, c, ldc, alpha, ahead);
-  if (vecs == 2) return product_rows<2, kOnto>(m, a, b, depth, c, ldc, alpha, ahead);
+  if (vecs == 1) return product_rows<1, kOnto, kLd>(m, a, b, depth, c, alpha, ahead);
+  if (vecs == 2) return product_rows<2, kOnto, kLd>(m, a, b, depth, c, alpha, ahead);
   if constexpr (kMost == 4) {
-    if (vecs == 3) product_rows<3, kOnto>(m, a, b, depth, c, ldc, alpha, ahead);
-    if (vecs == 4) product_rows<4, kOnto>(m, a, b, depth, c, ldc, alpha, ahead);
+    if (vecs == 3) product_rows<3, kOnto, kLd>(m, a, b, depth, c, alpha, ahead);
+    if (vecs == 4) product_rows<4, kOnto, kLd>(m, a, b, depth, c, alpha, ahead);
   }
 }
 
