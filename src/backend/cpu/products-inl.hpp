@@ -20,8 +20,9 @@ namespace treemla {
 namespace HWY_NAMESPACE {
 namespace {
 
-// Accumulators that fit the register file next to the operands: 24 of 32, or 12 of 16.
-constexpr int kVecs = kManyRegisters || kLanes == 1 ? 4 : 2, kAccs = kManyRegisters ? 24 : 12;
+constexpr int kVecs = kManyRegisters || kLanes == 1 ? 4 : 2;
+// Rows of a block whose accumulators fit the register file, next to `vecs` vectors and a broadcast.
+constexpr int rows_in_registers(int vecs) { return ((kManyRegisters ? 32 : 16) - 1) / vecs - 1; }
 constexpr int kPanel = kVecs * kLanes;  // rows (or columns) that one micro-kernel call spans
 // The second product's panels are narrower and its blocks higher: what a panel of V takes in L1 then leaves room for P and O, wherever
 // in the pool its rows happen to lie.
@@ -53,7 +54,7 @@ HWY_INLINE V exp_to_one(V x) {
 // An operand of the products: row i, term k at p[i + k * kTerm].
 template <int kTerm>
 struct Strided {
-  static constexpr int kMostRows = 12;  // of a block
+  static constexpr int kMostRows = 14;  // of a block: 64 rows are four of them and one of 8
   const float* p;
   HWY_INLINE Strided from(int i) const { return {p + i}; }
   template <int MR>
@@ -130,11 +131,11 @@ HWY_INLINE void product_block(const A& a, const B& b, int depth, float* c, const
   });
 }
 
-// For m rows in blocks of at most kAccs / NV.
+// For m rows, in blocks.
 template <int NV, Onto kOnto, int kLd, class A, class B>
 HWY_NOINLINE void product_rows(int m, const A& a, const B& b, int depth, float* c, const float* alpha,
                                FetchAhead& ahead) {
-  constexpr int kBlock = std::min(A::kMostRows, kAccs / NV);
+  constexpr int kBlock = std::min(A::kMostRows, rows_in_registers(NV));
   int i = 0;
   auto block = [&](auto size) HWY_ATTR {
     constexpr int MR = decltype(size)::value;

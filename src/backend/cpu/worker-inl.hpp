@@ -222,8 +222,8 @@ struct Worker {
         steps += num_few_blocks(m) * (kSimdKeys / 2 + d_v / kColumnBlock);
         continue;
       }
-      const int score_rows = std::min(Gathered::kMostRows, kAccs / std::min(vecs, kVecs)),
-                out_rows = std::min(Strided<1>::kMostRows, kAccs / kOutVecs);
+      const int score_rows = std::min(Gathered::kMostRows, rows_in_registers(std::min(vecs, kVecs))),
+                out_rows = std::min(Strided<1>::kMostRows, rows_in_registers(kOutVecs));
       steps += ceil_div(vecs, kVecs) * ceil_div(kSimdKeys, score_rows) * ceil_div(d_qk, kDepth);
       steps += ceil_div(d_v, kOutVecs * kLanes) * ceil_div(m, out_rows);
     }
