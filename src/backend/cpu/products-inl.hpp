@@ -28,7 +28,8 @@ constexpr int kPanel = kVecs * kLanes;  // rows (or columns) that one micro-kern
 // in the pool its rows happen to lie.
 constexpr int kOutVecs = 2;
 static_assert(kSimdPanel % (kOutVecs * kLanes) == 0);
-constexpr int kDepth = 96;                                  // terms of a chain of FMAs in the first product
+constexpr int kDepth = 96;  // terms of a chain of FMAs in the first product
+constexpr int kTurn = 4;    // terms a turn of the inner loop; few turns, so that their end is foreseen
 static_assert(kSimdRows % kPanel == 0 && kPanel % 4 == 0);  // load_q() moves four rows of a panel at a time
 
 // e^x for x <= 0, within 2 ulp: 2^n e^r with |r| <= ln(2) / 2, the polynomial that of Cephes' expf. Adding 1.5 * 2^23
@@ -106,7 +107,12 @@ HWY_INLINE void micro_kernel(const A& operand, const B& b, int depth, Done done)
     }
   };
   term(0, std::true_type());
-  for (int64_t k = 1; k < depth; ++k) term(k, std::false_type());
+  int64_t k = 1;
+  for (const int64_t end = depth - (depth - 1) / kTurn * kTurn; k < end; ++k) term(k, std::false_type());
+  for (; k < depth; k += kTurn) {
+    HWY_UNROLL(16)
+    for (int i = 0; i < kTurn; ++i) term(k + i, std::false_type());
+  }
   HWY_UNROLL(16)
   for (int i = 0; i < MR; ++i) done(i, acc[i]);
 }
