@@ -20,13 +20,16 @@ namespace treemla {
 namespace HWY_NAMESPACE {
 namespace {
 
-// Accumulators that fit the register file next to the operands: 24 of 32, or 12 of 16.
-constexpr int kVecs = kManyRegisters || kLanes == 1 ? 4 : 2, kAccs = kManyRegisters ? 24 : 12;
+constexpr int kVecs = kManyRegisters || kLanes == 1 ? 4 : 2;
+// Rows of a block whose accumulators fit the register file, next to `vecs` vectors and a broadcast.
+constexpr int rows_in_registers(int vecs) { return ((kManyRegisters ? 32 : 16) - 1) / vecs - 1; }
 constexpr int kPanel = kVecs * kLanes;  // rows (or columns) that one micro-kernel call spans
 // The second product's panels are narrower and its blocks higher: what a panel of V takes in L1 then leaves room for P and O, wherever
 // in the pool its rows happen to lie.
 constexpr int kOutVecs = 2;
-constexpr int kDepth = 96;                                  // terms of a chain of FMAs in the first product
+static_assert(kSimdPanel % (kOutVecs * kLanes) == 0);
+constexpr int kDepth = 96;  // terms of a chain of FMAs in the first product
+constexpr int kTurn = 4;    // terms a turn of the inner loop; few turns, so that their end is foreseen
 static_assert(kSimdRows % kPanel == 0 && kPanel % 4 == 0);  // load_q() moves four rows of a panel at a time
 
 // e^x for x <= 0, within 2 ulp: 2^n e^r with |r| <= ln(2) / 2, the polynomial that of Cephes' expf. Adding 1.5 * 2^23
@@ -52,7 +55,7 @@ HWY_INLINE V exp_to_one(V x) {
 // An operand of the products: row i, term k at p[i + k * kTerm].
 template <int kTerm>
 struct Strided {
-  static constexpr int kMostRows = 12;  // of a block
+  static constexpr int kMostRows = 14;  // of a block: 64 rows are four of them and one of 8
   const float* p;
   HWY_INLINE Strided from(int i) const { return {p + i}; }
   template <int MR>
@@ -104,7 +107,12 @@ HWY_INLINE void micro_kernel(const A& operand, const B& b, int depth, Done done)
     }
   };
   term(0, std::true_type());
-  for (int64_t k = 1; k < depth; ++k) term(k, std::false_type());
+  int64_t k = 1;
+  for (const int64_t end = depth - (depth - 1) / kTurn * kTurn; k < end; ++k) term(k, std::false_type());
+  for (; k < depth; k += kTurn) {
+    HWY_UNROLL(16)
+    for (int i = 0; i < kTurn; ++i) term(k + i, std::false_type());
+  }
   HWY_UNROLL(16)
   for (int i = 0; i < MR; ++i) done(i, acc[i]);
 }
@@ -112,11 +120,12 @@ HWY_INLINE void micro_kernel(const A& operand, const B& b, int depth, Done done)
 // What a product is added to: nothing, c, or c * alpha[i].
 enum class Onto { kNothing, kSum, kScaledSum };
 
-template <int MR, int NV, Onto kOnto, class A, class B>
-HWY_INLINE void product_block(const A& a, const B& b, int depth, float* c, int64_t ldc, const float* alpha) {
+// Rows of c are kLd floats apart.
+template <int MR, int NV, Onto kOnto, int kLd, class A, class B>
+HWY_INLINE void product_block(const A& a, const B& b, int depth, float* c, const float* alpha) {
   const D d;
   micro_kernel<MR, NV>(a, b, depth, [&](int i, const V(&acc)[NV]) HWY_ATTR {
-    float* to = c + i * ldc;
+    float* to = c + i * kLd;
     const V scale = hn::Set(d, kOnto == Onto::kScaledSum ? alpha[i] : 1.0f);
     HWY_UNROLL(16)
     for (int v = 0; v < NV; ++v) {
@@ -128,17 +137,17 @@ HWY_INLINE void product_block(const A& a, const B& b, int depth, float* c, int64
   });
 }
 
-// For m rows in blocks of at most kAccs / NV.
-template <int NV, Onto kOnto, class A, class B>
-HWY_NOINLINE void product_rows(int m, const A& a, const B& b, int depth, float* c, int64_t ldc,
-                               const float* alpha, FetchAhead& ahead) {
-  constexpr int kBlock = std::min(A::kMostRows, kAccs / NV);
+// For m rows, in blocks.
+template <int NV, Onto kOnto, int kLd, class A, class B>
+HWY_NOINLINE void product_rows(int m, const A& a, const B& b, int depth, float* c, const float* alpha,
+                               FetchAhead& ahead) {
+  constexpr int kBlock = std::min(A::kMostRows, rows_in_registers(NV));
   int i = 0;
   auto block = [&](auto size) HWY_ATTR {
     constexpr int MR = decltype(size)::value;
     for (; m - i >= MR; i += MR) {
       ahead.step();
-      product_block<MR, NV, kOnto>(a.from(i), b, depth, c + i * ldc, ldc, alpha ? alpha + i : nullptr);
+      product_block<MR, NV, kOnto, kLd>(a.from(i), b, depth, c + i * kLd, alpha ? alpha + i : nullptr);
     }
   };
   block(std::integral_constant<int, kBlock>{});
@@ -150,14 +159,14 @@ HWY_NOINLINE void product_rows(int m, const A& a, const B& b, int depth, float* 
 }
 
 // One panel of `vecs` vectors, kMost at most.
-template <int kMost, Onto kOnto, class A, class B>
-void product(int vecs, int m, const A& a, const B& b, int depth, float* c, int64_t ldc, const float* alpha,
+template <int kMost, Onto kOnto, int kLd, class A, class B>
+void product(int vecs, int m, const A& a, const B& b, int depth, float* c, const float* alpha,
              FetchAhead& ahead) {
-  if (vecs == 1) return product_rows<1, kOnto>(m, a, b, depth, c, ldc, alpha, ahead);
-  if (vecs == 2) return product_rows<2, kOnto>(m, a, b, depth, c, ldc, alpha, ahead);
+  if (vecs == 1) return product_rows<1, kOnto, kLd>(m, a, b, depth, c, alpha, ahead);
+  if (vecs == 2) return product_rows<2, kOnto, kLd>(m, a, b, depth, c, alpha, ahead);
   if constexpr (kMost == 4) {
-    if (vecs == 3) product_rows<3, kOnto>(m, a, b, depth, c, ldc, alpha, ahead);
-    if (vecs == 4) product_rows<4, kOnto>(m, a, b, depth, c, ldc, alpha, ahead);
+    if (vecs == 3) product_rows<3, kOnto, kLd>(m, a, b, depth, c, alpha, ahead);
+    if (vecs == 4) product_rows<4, kOnto, kLd>(m, a, b, depth, c, alpha, ahead);
   }
 }
 

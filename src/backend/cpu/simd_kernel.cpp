@@ -13,7 +13,8 @@
 // read by broadcasts.
 //
 //   T 147 KB and a group's Q^T 147 KB and O 128 KB stream from L2; what the micro-kernel reuses stays in L1:
-//   a 96-deep slice of Q^T (24 KB) in the first product, a 32-wide panel of T (8 KB) and P^T (16 KB) in the second.
+//   a 96-deep slice of Q^T (24 KB) in the first product, a 32-wide panel of T (8 KB) and P^T (16 KB) in the second,
+//   whose panel of O (8 KB) lies in one piece.
 //
 // Where bf16 dot products are the faster instruction, and q and the cache are bf16, both products go to bf16_dot.cpp:
 // T is not made, S^T comes from the cached rows themselves, V is the tile's rows two keys a word, and P^T is rounded
@@ -129,7 +130,7 @@ std::size_t floats_of_16_bits(std::size_t elements) { return ceil_div<std::size_
 SimdScratch::SimdScratch(const MlaShape& shape, int rows_per_tile, SimdProducts what) : products(what) {
   constexpr int kLine = 16;  // floats a cache line, and the widest vector
   const bool amx = products == SimdProducts::kAmx;
-  out_ld = round_up(shape.d_v, kLine);
+  out_ld = round_up(shape.d_v, kSimdPanel);
   // Tile registers are loaded from 16 rows at once: an odd number of lines spreads them over the sets of an L1 cache.
   if (amx && out_ld / kLine % 2 == 0) out_ld += kLine;
   // A row stride of 4 lines modulo 8 spreads a panel of 64 rows evenly over the sets of an L1 cache.

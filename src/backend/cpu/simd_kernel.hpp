@@ -10,8 +10,9 @@
 
 namespace treemla {
 
-inline constexpr int kSimdKeys = 64;  // keys a tile
-inline constexpr int kSimdRows = 64;  // rows a group; a row tile is a few groups
+inline constexpr int kSimdKeys = 64;   // keys a tile
+inline constexpr int kSimdRows = 64;   // rows a group; a row tile is a few groups
+inline constexpr int kSimdPanel = 32;  // columns of float32's accumulator that lie together
 
 // What multiplies: float32 FMA, or bf16 where queries and cache are bf16, by dot products (bf16_dot.hpp) or AMX (amx.hpp).
 enum class SimdProducts { kFma, kDot, kAmx };
@@ -21,7 +22,7 @@ struct SimdScratch {
   SimdScratch(const MlaShape& shape, int rows_per_tile, SimdProducts products);
   SimdProducts products;
   int tile_ld = 0;  // row stride of the key tile
-  int out_ld = 0;   // row stride of the accumulator
+  int out_ld = 0;   // columns of the accumulator, whole panels
   std::size_t tile = 0, spare = 0, q = 0, acc = 0, scores = 0, max = 0, sum = 0, alpha = 0, row = 0,
               weights = 0, zeros = 0, values = 0;  // offsets
   std::size_t floats = 0;                          // in all

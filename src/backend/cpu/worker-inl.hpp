@@ -33,7 +33,7 @@ struct Worker {
   float* tile;    // [kSimdKeys, tile_ld]
   float* spare;   // [tile_ld] a cached row
   float* q;       // [groups, kSimdRows / kPanel, d_qk, kPanel]
-  float* acc;     // [rows, out_ld]
+  float* acc;     // [rows, out_ld] in panels: out_at()
   float* scores;  // [kSimdKeys, kSimdRows] S^T, then P^T
   float* max;     // [rows] m
   float* sum;     // [rows] l
@@ -89,6 +89,17 @@ struct Worker {
            (item.kv_dtype == DType::kQ8 && num_few_blocks(rows) == 1);
   }
   bool interleaved() const { return item.kv_layout == KvLayout::kInterleaved; }
+  // The accumulator's group of rows lies in panels of so many columns, one after another. Where float32 multiplies, a panel
+  // is what its blocks write: rows of 2 KB would be on a page of their own each, and in the same few sets of L1.
+  int out_panel(int g) const {
+    return layout.products != SimdProducts::kFma || few(g) ? layout.out_ld : kSimdPanel;
+  }
+  // Element (row, column), and the columns after it up to the end of their panel.
+  float* out_at(int r, int c) const {
+    const int g = r / kSimdRows, panel = out_panel(g);
+    return acc + static_cast<int64_t>(g) * kSimdRows * layout.out_ld + c / panel * panel * kSimdRows +
+           r % kSimdRows * panel + c % panel;
+  }
   float* group_q(int g) { return q + static_cast<int64_t>(g) * kSimdRows * d_qk; }
   uint32_t* dot_q(int g) { return reinterpret_cast<uint32_t*>(group_q(g)); }
   const void* query(int local_row) const {
@@ -113,42 +124,45 @@ struct Worker {
     std::fill_n(group_q(g) + m * d_qk, (kFewRows - m) * d_qk, 0.0f);
   }
 
-  // Q^T in panels: element (row, k) of a group at [row / kPanel][k][row % kPanel]. Four rows at a time
-  // through 4x4 transposes; rows past the end are zero.
+  // Q^T in panels: element (row, k) of a group at [row / kPanel][k][row % kPanel]. A slice of the columns at a time, whose
+  // lines stay in L1 until all rows of the panel are in them.
   HWY_INLINE void load_q() {
-    float* wide = tile;  // the tile is not in use yet: four widened rows
-    for (int r = 0; r < round_up(rows, kSimdRows); r += 4) {
-      if (few(r / kSimdRows)) {
-        load_few_q(r / kSimdRows);
-        break;  // only the last group can be that small
-      }
-      for (int i = 0; i < 4; ++i) {
-        float* to = wide + i * layout.tile_ld;
-        if (r + i >= rows) {
-          std::memset(to, 0, sizeof(float) * layout.tile_ld);
-          continue;
-        }
-        widen_row(query(r + i), item.q_dtype, d_qk, to);
-      }
-      float* to = group_q(r / kSimdRows) + (r % kSimdRows) / kPanel * d_qk * kPanel + r % kPanel;
-      int k = 0;
-#if HWY_TARGET != HWY_SCALAR
-      const hn::FixedTag<float, 4> d4;
-      for (; k + 4 <= d_qk; k += 4) {
-        const auto r0 = hn::LoadU(d4, wide + k), r1 = hn::LoadU(d4, wide + layout.tile_ld + k);
-        const auto r2 = hn::LoadU(d4, wide + 2 * layout.tile_ld + k),
-                   r3 = hn::LoadU(d4, wide + 3 * layout.tile_ld + k);
-        const auto a = hn::InterleaveLower(d4, r0, r2), b = hn::InterleaveLower(d4, r1, r3);
-        const auto e = hn::InterleaveUpper(d4, r0, r2), f = hn::InterleaveUpper(d4, r1, r3);
-        hn::StoreU(hn::InterleaveLower(d4, a, b), d4, to + k * kPanel);
-        hn::StoreU(hn::InterleaveUpper(d4, a, b), d4, to + (k + 1) * kPanel);
-        hn::StoreU(hn::InterleaveLower(d4, e, f), d4, to + (k + 2) * kPanel);
-        hn::StoreU(hn::InterleaveUpper(d4, e, f), d4, to + (k + 3) * kPanel);
-      }
-#endif
-      for (; k < d_qk; ++k)
-        for (int i = 0; i < 4; ++i) to[k * kPanel + i] = wide[i * layout.tile_ld + k];
+    for (int g = 0; g * kSimdRows < rows; ++g) {
+      if (few(g)) return load_few_q(g);  // only the last group can be that small
+      for (int k = 0; k < d_qk; k += kDepth)
+        for (int r = 0; r < kSimdRows; r += 4) load_four_q(g, r, k, std::min(kDepth, d_qk - k));
     }
+  }
+
+  // Columns [begin, begin + n) of rows r .. r + 3 of a group, through 4x4 transposes; rows past the end are zero.
+  HWY_INLINE void load_four_q(int g, int r, int begin, int n) {
+    float* wide = tile;  // the tile is not in use yet
+    for (int i = 0; i < 4; ++i) {
+      float* to = wide + i * kDepth;
+      if (g * kSimdRows + r + i >= rows) {
+        std::fill_n(to, kDepth, 0.0f);
+        continue;
+      }
+      const auto bytes = static_cast<int64_t>(dtype_bytes(item.q_dtype));
+      widen_row(static_cast<const char*>(query(g * kSimdRows + r + i)) + begin * bytes, item.q_dtype, n, to);
+    }
+    float* to = group_q(g) + r / kPanel * d_qk * kPanel + begin * kPanel + r % kPanel;
+    int k = 0;
+#if HWY_TARGET != HWY_SCALAR
+    const hn::FixedTag<float, 4> d4;
+    for (; k + 4 <= n; k += 4) {
+      const auto r0 = hn::LoadU(d4, wide + k), r1 = hn::LoadU(d4, wide + kDepth + k);
+      const auto r2 = hn::LoadU(d4, wide + 2 * kDepth + k), r3 = hn::LoadU(d4, wide + 3 * kDepth + k);
+      const auto a = hn::InterleaveLower(d4, r0, r2), b = hn::InterleaveLower(d4, r1, r3);
+      const auto e = hn::InterleaveUpper(d4, r0, r2), f = hn::InterleaveUpper(d4, r1, r3);
+      hn::StoreU(hn::InterleaveLower(d4, a, b), d4, to + k * kPanel);
+      hn::StoreU(hn::InterleaveUpper(d4, a, b), d4, to + (k + 1) * kPanel);
+      hn::StoreU(hn::InterleaveLower(d4, e, f), d4, to + (k + 2) * kPanel);
+      hn::StoreU(hn::InterleaveUpper(d4, e, f), d4, to + (k + 3) * kPanel);
+    }
+#endif
+    for (; k < n; ++k)
+      for (int i = 0; i < 4; ++i) to[k * kPanel + i] = wide[i * kDepth + k];
   }
 
   // Query rows as dot products take them, columns in the cache's order; `room` [kSimdRows, d_qk] if they have to be moved.
@@ -208,8 +222,8 @@ struct Worker {
         steps += num_few_blocks(m) * (kSimdKeys / 2 + d_v / kColumnBlock);
         continue;
       }
-      const int score_rows = std::min(Gathered::kMostRows, kAccs / std::min(vecs, kVecs)),
-                out_rows = std::min(Strided<1>::kMostRows, kAccs / kOutVecs);
+      const int score_rows = std::min(Gathered::kMostRows, rows_in_registers(std::min(vecs, kVecs))),
+                out_rows = std::min(Strided<1>::kMostRows, rows_in_registers(kOutVecs));
       steps += ceil_div(vecs, kVecs) * ceil_div(kSimdKeys, score_rows) * ceil_div(d_qk, kDepth);
       steps += ceil_div(d_v, kOutVecs * kLanes) * ceil_div(m, out_rows);
     }
@@ -298,9 +312,9 @@ struct Worker {
         const Gathered left{floats, k};
         const Strided<kPanel> right{panel};
         if (k == 0)
-          product<kVecs, Onto::kNothing>(n, n_keys, left, right, depth, to, kSimdRows, nullptr, ahead);
+          product<kVecs, Onto::kNothing, kSimdRows>(n, n_keys, left, right, depth, to, nullptr, ahead);
         else
-          product<kVecs, Onto::kSum>(n, n_keys, left, right, depth, to, kSimdRows, nullptr, ahead);
+          product<kVecs, Onto::kSum, kSimdRows>(n, n_keys, left, right, depth, to, nullptr, ahead);
       }
     }
   }
@@ -365,7 +379,7 @@ struct Worker {
   }
 
   HWY_INLINE void accumulate(int g, int n_keys, bool first) {
-    float* o = acc + static_cast<int64_t>(g) * kSimdRows * layout.out_ld;
+    float* o = out_at(g * kSimdRows, 0);
     const int vecs = ceil_div(d_v, kLanes), m = group_rows(g);
     if (dot) {
       const int n = round_up(n_keys, 2);
@@ -389,14 +403,14 @@ struct Worker {
       });
     }
     for (int v = 0; v < vecs; v += kOutVecs) {
-      const int n = std::min(kOutVecs, vecs - v);
-      float* to = o + v * kLanes;
+      const int n = std::min(kOutVecs, vecs - v), c = v * kLanes;
+      float* to = out_at(g * kSimdRows, c);
       const Strided<kSimdRows> left{scores};
-      const Gathered right{floats, v * kLanes};
+      const Gathered right{floats, c};
       if (first)
-        product<kOutVecs, Onto::kNothing>(n, m, left, right, n_keys, to, layout.out_ld, nullptr, ahead);
+        product<kOutVecs, Onto::kNothing, kSimdPanel>(n, m, left, right, n_keys, to, nullptr, ahead);
       else
-        product<kOutVecs, Onto::kScaledSum>(n, m, left, right, n_keys, to, layout.out_ld, alpha, ahead);
+        product<kOutVecs, Onto::kScaledSum, kSimdPanel>(n, m, left, right, n_keys, to, alpha, ahead);
     }
   }
 
@@ -411,16 +425,16 @@ struct Worker {
       for (int k = 0; k < d_qk; ++k)
         product += static_cast<double>(load_element(q_row, item.q_dtype, k)) * kv[k];
       const float s = static_cast<float>(product * item.score_scale);
-      float* o = acc + static_cast<int64_t>(r) * layout.out_ld;
+      const auto o = [&](int k) -> float& { return *out_at(r, k); };
       if (s == -std::numeric_limits<float>::infinity() && max[r] == s) {
         // Still no key with a weight. If one comes, here or in another split, this key's weight is 0: 0 * inf is NaN.
         for (int k = 0; k < d_v; ++k)
-          if (!std::isfinite(kv[k])) o[k] = std::numeric_limits<float>::quiet_NaN();
+          if (!std::isfinite(kv[k])) o(k) = std::numeric_limits<float>::quiet_NaN();
         continue;
       }
       const float m = std::max(max[r], s);
       const float a = std::exp(max[r] - m), p = std::exp(s - m);
-      for (int k = 0; k < d_v; ++k) o[k] = o[k] * a + p * kv[k];
+      for (int k = 0; k < d_v; ++k) o(k) = o(k) * a + p * kv[k];
       sum[r] = sum[r] * a + p;
       max[r] = m;
     }
@@ -433,10 +447,13 @@ struct Worker {
       const float l = sum[r];
       const bool none = l == 0;  // no visible key, or none with a weight
       const V scale = hn::Set(d, none ? 0.0f : item.value_scale / l);
-      const float* o = acc + static_cast<int64_t>(r) * layout.out_ld;
+      const int panel = out_panel(r / kSimdRows);
       // Nothing is 0, but a partial keeps its NaN for the merge with keys that have a weight.
-      for (int k = 0; k < d_v; k += kLanes)
-        hn::Store(none && !item.partial ? hn::Zero(d) : hn::Mul(hn::Load(d, o + k), scale), d, row + k);
+      for (int c = 0; c < d_v; c += panel) {
+        const float* o = out_at(r, c);
+        for (int k = 0; k < std::min(panel, d_v - c); k += kLanes)
+          hn::Store(none && !item.partial ? hn::Zero(d) : hn::Mul(hn::Load(d, o + k), scale), d, row + c + k);
+      }
       narrow_row(row, d_v, item.out_dtype, static_cast<char*>(item.out) + r * out_bytes);
       if (item.lse)
         item.lse[r] = none ? -std::numeric_limits<float>::infinity()
