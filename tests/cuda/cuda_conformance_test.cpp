@@ -613,6 +613,40 @@ TEST_P(CudaBackends, PackedScalesMayBeZeroOrFarApart) {
   }
 }
 
+// ---- scores of -inf ----
+
+// Keys that are seen, but have no weight: the output is 0, though they hold infinity, and lse -inf.
+TEST_P(CudaBackends, KeysWithoutWeightLeaveZero) {
+  for (const int h_q : {8, 128}) {
+    CaseSpec spec;
+    spec.requests = {{300, 1}, {40, 9}, {700, 9}};
+    spec.shape = {h_q, 512, 64};
+    spec.q_dtype = spec.kv_dtype = native_dtype(GetParam());
+    const Case c = generate_case(spec);
+    VerifyProblem p = c.problem();
+    if (!why_unsupported_hosted(GetParam(), p).empty()) GTEST_SKIP();
+    const auto bytes = [](const void* from, int64_t elements, DType dtype) {
+      const auto* b = static_cast<const unsigned char*>(from);
+      return std::vector<unsigned char>(b, b + elements * static_cast<int64_t>(dtype_bytes(dtype)));
+    };
+    const int64_t q_rows = p.q.total_q * h_q, keys = p.kv.num_pages * p.kv.page_size;
+    std::vector<unsigned char> q = bytes(p.q.data, q_rows * p.shape.d_qk(), p.q.dtype),
+                               kv = bytes(p.kv.data, keys * kv_row_stride(p), p.kv.dtype);
+    for (int64_t row = 0; row < q_rows; ++row)
+      store_element(q.data(), p.q.dtype, row * p.shape.d_qk() + 300, -1);
+    for (int64_t row = 0; row < keys; ++row)
+      store_element(kv.data(), p.kv.dtype, row * kv_row_stride(p) + 300,
+                    std::numeric_limits<float>::infinity());
+    p.q.data = q.data();
+    p.kv.data = kv.data();
+    Floats out(static_cast<std::size_t>(q_rows * p.shape.d_v), std::nanf("")),
+        lse(static_cast<std::size_t>(q_rows), std::nanf(""));
+    verify_hosted(p, {out.data(), DType::kF32, lse.data()}, {.backend = GetParam()});
+    EXPECT_EQ(std::count(out.begin(), out.end(), 0.0f), static_cast<int64_t>(out.size())) << "h_q " << h_q;
+    EXPECT_EQ(std::count(lse.begin(), lse.end(), -std::numeric_limits<float>::infinity()), q_rows);
+  }
+}
+
 // ---- batch invariance ----
 
 // Rows of a request of a generated case, alone.

@@ -78,8 +78,9 @@ struct Worker {
   // Known to be the same in all lanes.
   __device__ __forceinline__ static int warp_index() { return __shfl_sync(~0u, thread_index() / 32, 0); }
   __device__ __forceinline__ int group() const { return kPart == Part::kAll ? which : 0; }
-  // Of the group's row tiles, the warp's j-th: of four its own is the first, else it would be chosen from all by `quarter` at every tile.
-  __device__ __forceinline__ int tile(int j) const { return kTiles == 4 ? j ^ quarter : j; }
+  // Of the group's row tiles, the warp's j-th. Of four its own is the first, else it would be chosen from all by `quarter` at every tile.
+  static constexpr bool kOwnFirst = kTiles == 4;
+  __device__ __forceinline__ int tile(int j) const { return kOwnFirst ? j ^ quarter : j; }
   // The group's row tile j begins at this row of the item.
   __device__ __forceinline__ int tile_row(int j) const { return 8 * (kTiles * group() + j); }
 
@@ -95,11 +96,9 @@ struct Worker {
 
   // ---- copy: 16 lanes a row, 16 bytes a lane ----
 
-  static constexpr int kCopied =
-      kPart == Part::kAttend ? 0 : C::kCopiedRows;  // rows of a tile that a copying warp copies
-  __device__ __forceinline__ int copied_row() const {
-    return kCopied * (4 * group() + quarter);
-  }  // the first
+  // Rows of a tile that a copying warp copies, and the first of them.
+  static constexpr int kCopied = kPart == Part::kAttend ? 0 : C::kCopiedRows;
+  __device__ __forceinline__ int copied_row() const { return kCopied * (4 * group() + quarter); }
   // A third group has no rows left to copy.
   __device__ __forceinline__ bool copies() const { return C::kGroups == 2 || group() < 2; }
   // Windows begin at multiples of their length.
@@ -412,8 +411,8 @@ struct Worker {
     for (int j = 0; j < kTiles; ++j) {
       // Read ahead of the branch, where the compiler would index s by `quarter`, in memory.
       const float4 x = {s[j][0], s[j][1], s[j][2], s[j][3]};
-      if (kTiles == 4 ? j > 0 : quarter != j)
-        store_shared(part_at(tile(j), kTiles == 4 ? j : quarter ^ j), x);
+      if (kOwnFirst ? j > 0 : quarter != j)
+        store_shared(part_at(tile(j), kOwnFirst ? j : quarter ^ j), x);
       else
         own[0] = x.x, own[1] = x.y, own[2] = x.z, own[3] = x.w;
     }
@@ -625,7 +624,9 @@ struct Worker {
 #pragma unroll
     for (int j = 0; j + 1 < kTiles; j += 2) {
       uint32_t x[4];
-      load_matrices(x, weights + 8 * (kTiles == 4 && j == 2 && (quarter & 2) ? -2 : j) * C::kWeightStride);
+      // From the first pair's row tiles to the second's: tile(j) ^ 2.
+      const int pair = kOwnFirst && j == 2 && (quarter & 2) ? -2 : j;
+      load_matrices(x, weights + 8 * pair * C::kWeightStride);
       p[j][0] = x[0], p[j][1] = x[1], p[j + 1][0] = x[2], p[j + 1][1] = x[3];
     }
     if constexpr (kTiles % 2 == 1) {
@@ -645,17 +646,18 @@ struct Worker {
 
   // ---- write ----
 
-  // Each row's lse, and in place of shrink what its sums are to be multiplied by. A row that saw no key has sums of 0: only masked tiles, whose
-  // values are finite, were there for it.
+  // Each row's lse, in place of shrink what its sums are to be multiplied by, and in place of the mark which rows saw no key with a weight.
   __device__ __forceinline__ void finish_rows(int j) {
     if constexpr (C::kSharedTops) load_tops(lane & 3);
+    unsigned weightless = 0;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       float total = sums[e];
 #pragma unroll
       for (int step = 4; step < 32; step *= 2) total += __shfl_xor_sync(~0u, total, step);
-      if (lane >= 4) continue;
       const bool none = total == 0;
+      weightless |= (__ballot_sync(~0u, none) & 15) << 4 * e;
+      if (lane >= 4) continue;
       store_shared(shrink_at(j, lane) + 4 * e, none ? 0.0f : args.value_scale / total);
       const int row = tile_row(j) + 2 * lane + e, packed = item.row_begin + row;
       if (packed >= item.row_end) continue;
@@ -664,6 +666,20 @@ struct Worker {
         args.partial_lse[static_cast<int64_t>(item.partial) * C::kRows + row] = lse;
       else if (args.lse)
         args.lse[static_cast<int64_t>(item.q_begin) * args.h_q + packed] = lse;
+    }
+    if (lane == 0) store_shared(raised_at(j), weightless);
+  }
+  // Keys whose scores are -inf may have left NaN in the sums of such a row: 0 * inf. It is 0.
+  __device__ __forceinline__ void clear_weightless() {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      const unsigned weightless = load_shared<unsigned>(raised_at(tile(j))) >> (lane & 3);
+      if (weightless == 0) continue;
+#pragma unroll
+      for (int c = 0; c < C::kColumnTiles; ++c) {
+        if (weightless & 1) out[c][j][0] = out[c][j][2] = 0;
+        if (weightless & 16) out[c][j][1] = out[c][j][3] = 0;
+      }
     }
   }
   template <class To>
@@ -766,6 +782,7 @@ struct Worker {
     sync_own();  // the last tile's shrink is used
     if (kTiles == 4 || quarter < kTiles) finish_rows(quarter);
     sync_own();
+    clear_weightless();
     const DType dtype = dtype_of_rows(args, item);
     if (dtype == DType::kF32)
       write_to(place_of_rows<float>(args, item, C::kRows, C::kDv));
@@ -829,7 +846,9 @@ struct Worker {
   // The next item's queries to L2 while this one's output is on its way, by the first group, which read that item: two threads a row.
   __device__ __forceinline__ void prefetch_queries(const CudaWorkItem* next) const {
     if (next == nullptr) return;
-    const int thread = 32 * quarter + lane, num_rows = next->row_end - next->row_begin;
+    // Three groups have no register left to keep `quarter` in until here; two would spill another.
+    const int thread = C::kGroups > 2 ? static_cast<int>(thread_index()) : 32 * quarter + lane,
+              num_rows = next->row_end - next->row_begin;
 #pragma unroll 1
     for (int row = thread / 2; row < num_rows; row += 64) {
       const T* from = q_row(*next, next->row_begin + row);
