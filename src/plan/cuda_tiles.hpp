@@ -170,7 +170,7 @@ struct MmaTile {
   int tile_cost = 0;
 
   constexpr int rows() const { return 8 * row_tiles; }
-  // Two groups, or three where row tiles are three times something; of a single row tile the second group copies alone.
+  // Two groups, or three if they divide the row tiles; of a single row tile the second group only copies.
   constexpr int groups() const { return row_tiles % 3 == 0 ? 3 : 2; }
   constexpr int attending_groups() const { return row_tiles == 1 ? 1 : groups(); }
   constexpr int group_tiles() const { return row_tiles / attending_groups(); }
