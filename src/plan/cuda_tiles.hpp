@@ -177,27 +177,29 @@ struct MmaTile {
   constexpr int threads() const { return 128 * groups(); }
   // Do the rows' maxima live in shared memory?
   constexpr bool shared_tops() const { return groups() > 2; }
-  // Bytes of a row of the ring, which is the pool's and what makes 8 rows in a column lie in different banks: an odd number of chunks of 16.
+  // Bytes of a row of the ring, with room for all rope columns.
   constexpr int element_bytes() const { return cache == MmaCache::k16Bit ? 2 : 1; }
   constexpr int rope_element_bytes() const { return cache == MmaCache::kE4M3 ? 1 : 2; }
   constexpr int rope_at() const {
     return d_v * element_bytes() + (cache == MmaCache::kPacked ? d_v / 128 * 4 : 0);
   }
-  constexpr int key_stride() const {
-    const int row = rope_at() + kRope * rope_element_bytes();
-    return row / 16 % 2 == 1 ? row : row + 16;
-  }
+  constexpr int key_stride() const { return rope_at() + kRope * rope_element_bytes(); }
   constexpr int stage_bytes() const { return kKeys * key_stride(); }
   // Pieces of 16 columns of a quarter of a row.
   constexpr int steps() const { return d_v / 64 + kRope / 64; }
-  static constexpr int kWeightStride = 2 * kKeys;
+  static constexpr int kTileWeights = 2 * 8 * kKeys;  // bytes of a row tile's weights
   // Weights times each of the four scales of a packed row.
   constexpr int weight_copies() const { return cache == MmaCache::kPacked ? 4 : 1; }
+  // Fragments of queries, and while they are made 512 bytes a warp.
+  constexpr int q_bytes() const {
+    const int fragments = shared_q * 4 * 256;
+    return cache == MmaCache::k16Bit && fragments < 2048 ? 2048 : fragments;
+  }
   // Queries, three parts of the scores, weights, factors, maxima and marks.
   constexpr int group_bytes() const {
-    const int per_tile = 3 * 512 + weight_copies() * 8 * kWeightStride + (shared_tops() ? 64 : 32) +
+    const int per_tile = 3 * 512 + weight_copies() * kTileWeights + (shared_tops() ? 64 : 32) +
                          (cache == MmaCache::k16Bit ? 0 : 32) + 4;
-    return round_up(shared_q * 4 * 256 + group_tiles() * per_tile, 32);
+    return round_up(q_bytes() + group_tiles() * per_tile, 32);
   }
   constexpr int smem_bytes() const {
     return stages * (stage_bytes() + 16) + attending_groups() * group_bytes();
@@ -221,22 +223,22 @@ struct MmaTile {
 
 // The compiled instances. Widest rows first: they make the most of each loaded key.
 inline constexpr MmaTile kMmaTiles[] = {
-    {512, MmaCache::k16Bit, 9, 3, 9, 1, 127},    // 72 rows: 8 heads x 9 nodes
-    {512, MmaCache::k16Bit, 8, 3, 8, 1, 101},    // 64 rows
-    {512, MmaCache::k16Bit, 4, 4, 0, 1, 85},     // 32 rows
-    {512, MmaCache::k16Bit, 2, 4, 0, 2, 110},    // 16 rows
-    {512, MmaCache::k16Bit, 1, 4, 0, 2, 75},     // 8 rows: a decoded token of a TP8 rank
-    {256, MmaCache::k16Bit, 8, 4, 0, 1, 90},     // 64 rows
-    {256, MmaCache::k16Bit, 2, 4, 0, 2, 90},     // 16 rows
-    {512, MmaCache::kE4M3, 9, 4, 11, 1, 126},    // 72 rows
-    {512, MmaCache::kE4M3, 8, 6, 8, 1, 101},     // 64 rows
-    {512, MmaCache::kE4M3, 4, 8, 0, 1, 80},      // 32 rows
-    {512, MmaCache::kE4M3, 1, 8, 0, 2, 80},      // 8 rows
-    {256, MmaCache::kE4M3, 8, 8, 0, 1, 90},      // 64 rows
-    {512, MmaCache::kPacked, 9, 3, 12, 1, 183},  // packed rows: 72 rows
-    {512, MmaCache::kPacked, 8, 5, 8, 1, 127},   // 64 rows
-    {512, MmaCache::kPacked, 4, 7, 0, 1, 95},    // 32 rows
-    {512, MmaCache::kPacked, 1, 7, 0, 2, 95},    // 8 rows
+    {512, MmaCache::k16Bit, 9, 3, 9, 1, 117},    // 72 rows: 8 heads x 9 nodes
+    {512, MmaCache::k16Bit, 8, 3, 8, 1, 94},     // 64 rows
+    {512, MmaCache::k16Bit, 4, 4, 0, 1, 80},     // 32 rows
+    {512, MmaCache::k16Bit, 2, 4, 0, 2, 105},    // 16 rows
+    {512, MmaCache::k16Bit, 1, 4, 0, 2, 70},     // 8 rows: a decoded token of a TP8 rank
+    {256, MmaCache::k16Bit, 8, 4, 0, 1, 84},     // 64 rows
+    {256, MmaCache::k16Bit, 2, 4, 0, 2, 86},     // 16 rows
+    {512, MmaCache::kE4M3, 9, 4, 11, 1, 118},    // 72 rows
+    {512, MmaCache::kE4M3, 8, 6, 6, 1, 97},      // 64 rows
+    {512, MmaCache::kE4M3, 4, 8, 0, 1, 77},      // 32 rows
+    {512, MmaCache::kE4M3, 1, 8, 0, 2, 75},      // 8 rows
+    {256, MmaCache::kE4M3, 8, 8, 0, 1, 86},      // 64 rows
+    {512, MmaCache::kPacked, 9, 3, 14, 1, 150},  // packed rows: 72 rows
+    {512, MmaCache::kPacked, 8, 5, 8, 1, 123},   // 64 rows
+    {512, MmaCache::kPacked, 4, 7, 0, 1, 92},    // 32 rows
+    {512, MmaCache::kPacked, 1, 7, 0, 2, 92},    // 8 rows
 };
 
 constexpr MmaTile find_mma_tile(int d_v, int rows, MmaCache cache) {

@@ -21,9 +21,14 @@
 //     wait for tile i | score, send parts | copy tile i + 2 | meet | softmax | meet | accumulate | release tile i
 //
 // The ring has two mbarriers a stage: full, for all threads whose copies have landed, and empty, for all warps that are done (8 rows: 128
-// threads). A warp of the first two groups copies two rows of each tile by 16-byte cp.async, whatever the page size; of 8 rows, which one
-// group attends, the second group copies all of them. Page entries are fetched 8 or 16 tiles ahead, the next item's queries to L2 while
-// an output is written.
+// threads). Rows are copied by 16-byte cp.async, whatever the page size, two at a time. Of two groups each warp copies two rows of a tile; of 8
+// rows, which one group attends, the second group copies all; of three groups, whose row tiles are three, the warp that has none copies
+// while the others are at the softmax. A chunk of 16 bytes is put where its row's number says (Config::moved), so that fragments meet all
+// banks and the 128 bytes of a line are one write: rows 16 bytes further apart than they are long cost 10 writes in place of 4. Page
+// entries are fetched 4 to 16 tiles ahead, the next item's queries to L2 while an output is written.
+//
+// Weights are stored as the scores have them, key by key, 8 rows to 16 bytes, and transposed as they are read. So are queries, by way of
+// shared memory.
 //
 // FP8 rows lie in the ring as they lie in the pool and are widened in registers, fragment by fragment. e4m3 is exact in fp16; so are the
 // scores' products, for each query row is multiplied by a power of two that brings it below 2^15. Of 16 bytes of a key row, lane l finds
@@ -33,21 +38,21 @@
 // fp16 has not the range.
 //
 // Shared memory, bytes                       72 rows    64 rows    32 rows
-//     ring     [stages][16 keys][1,168]       56,064     56,064     74,752     1,152 of a row and 16: 8 rows meet 32 banks
+//     ring     [stages][16 keys][1,152]       55,296     55,296     73,728
 //     of each group:                               3          2          2
-//       q        fragments of 256              9,216      8,192          0
+//       q        fragments of 256              9,216      8,192      2,048     room for four or one piece a warp while they are made
 //       parts    [row tiles][3][32][16]        4,608      6,144      3,072
-//       weights  [rows][32]                      768      1,024        512     of rows 4 to 7 the halves have changed places: as above
+//       weights  [row tiles][16 keys][16]        768      1,024        512
 //       shrink, marks, maxima of 72 rows         224        160         96
 //     barriers                                    48         48         64
-//                                            100,560     87,152     82,176     sm_86, sm_89, sm_120: 101,376
+//                                             99,792     86,384     85,248     sm_86, sm_89, sm_120: 101,376
 //
 // Registers: three groups have 168 a thread, of which 96 are sums and 36 queries. So the rows' maxima wait in shared memory, and what is
 // needed at the ends of an item only, such as the thread's number, is worked out again.
 //
-// Budget, 64 rows x 16 keys of d_v 512, in cycles of an SM of the H200: tensor cores 68 mma a warp, 8 cycles each, two warps a
-// scheduler: 1,088; shared memory (fragments of K twice, of V twice, parts, weights, copies) about 1,100; so either would allow 500
-// TFLOP/s, and what a warp waits for in turn takes twice that.
+// Budget, 64 rows x 16 keys of d_v 512, in cycles of an SM of the H200: tensor cores 68 mma a warp, 6 cycles each, two warps a
+// scheduler: 816; shared memory (fragments of K twice, of V twice, parts, weights, copies) 1,050; so either would allow 490 TFLOP/s, and
+// with what a warp waits for in turn a tile takes 1,680.
 //
 // Masks: tiles inside the prefix know none. In the others hidden scores become -inf, keys past the end are zeros, and values that are
 // not finite are cleared, lest 0 * NaN reach a row that does not see them; whoever sees such a key has NaN among its weights. Such a key's

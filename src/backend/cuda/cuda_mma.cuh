@@ -32,8 +32,8 @@ struct Worker {
                        kOwnQ = kQ - kSharedQ;
   static_assert(kTiles <= 4 && kOwnQ >= 0);
   // Shared memory of the group, in bytes from `own` on.
-  static constexpr int kPartsAt = kSharedQ * 4 * 256, kWeightsAt = kPartsAt + kTiles * 3 * 512,
-                       kWeightsBytes = 8 * kTiles * C::kWeightStride,
+  static constexpr int kPartsAt = C::kQBytes, kWeightsAt = kPartsAt + kTiles * 3 * 512,
+                       kWeightsBytes = kTiles * C::kTileWeights,
                        kShrinkAt = kWeightsAt + C::kWeightCopies * kWeightsBytes,
                        kTopsAt = kShrinkAt + 32 * kTiles,
                        kRowScalesAt = kTopsAt + (C::kSharedTops ? 32 * kTiles : 0),
@@ -47,10 +47,9 @@ struct Worker {
   int lane, quarter;           // of the columns: the warp's
   int which;                   // group
   int key_end, last_unmasked;  // keys of this item; tiles that begin after last_unmasked need the mask
-  uint32_t
-      keys;  // address of this lane's row of a matrix of K in the ring: key l % 16, columns 8 * (l / 16) on
-  // Lane l has pool row l % kCopied of this warp in tile l / kCopied of the window that is being copied, and what the page table says
-  // of the same row of the next window, of a 64-bit entry the lower half: unread, so that nobody waits for it.
+  uint32_t keys;  // address of this lane's row of a matrix of K in the ring: key l % 16, chunk l / 16
+  // Lane l has the pool row of row l % kCopied that this warp copies, in tile l / kCopied of the window that is being copied, and what the
+  // page table says of the same row of the next window, of a 64-bit entry the lower half: unread, so that nobody waits for it.
   uint32_t rows, next_entry;
   uint32_t q[kOwnQ > 0 ? kOwnQ : 1][2];
   float out[C::kColumnTiles][kTiles > 0 ? kTiles : 1][4];
@@ -70,7 +69,7 @@ struct Worker {
     if (C::kGroups > 2 && group() == 2) own = smem + C::kGroupsAt + 2 * C::kGroupBytes;
     key_end = item.key_end;
     last_unmasked = (item.prefix_len < key_end ? item.prefix_len : key_end) - C::kKeys;
-    keys = smem + (lane & 15) * C::kKeyStride + (lane >> 4) * 16;
+    keys = chunk_at(lane & 15, lane >> 4);
     // Kept in registers: else they are worked out again at every use, which takes longer.
     asm("" : "+r"(smem), "+r"(own), "+r"(lane), "+r"(keys), "+r"(key_end), "+r"(last_unmasked));
   }
@@ -84,28 +83,36 @@ struct Worker {
   // The group's row tile j begins at this row of the item.
   __device__ __forceinline__ int tile_row(int j) const { return 8 * (kTiles * group() + j); }
 
-  // Of the group's four warps.
+  // Of the group's four warps. By constants: a number would be worked out again, or spilled.
   __device__ __forceinline__ void sync_own() const {
     if (group() == 0)
-      sync_group<1>();
+      sync_group(1);
     else if (C::kGroups == 2 || group() == 1)
-      sync_group<2>();
+      sync_group(2);
     else
-      sync_group<3>();
+      sync_group(3);
   }
 
   // ---- copy: 16 lanes a row, 16 bytes a lane ----
 
-  // Rows of a tile that a copying warp copies, and the first of them.
-  static constexpr int kCopied = kPart == Part::kAttend ? 0 : C::kCopiedRows;
-  __device__ __forceinline__ int copied_row() const { return kCopied * (4 * group() + quarter); }
-  // A third group has no rows left to copy.
-  __device__ __forceinline__ bool copies() const { return C::kGroups == 2 || group() < 2; }
+  // The warps that copy take turns with the pairs of rows of a tile: all warps of the group that does nothing else; the fourth of each of three
+  // groups, which has no row tile of its own and copies while the others are at the softmax; else all there are.
+  static constexpr int kCopiers = C::kCopyingThreads / 32, kPairs = ceil_div(C::kKeys / 2, kCopiers);
+  static constexpr bool kLastPairMayLack = kPairs * kCopiers > C::kKeys / 2;
+  __device__ __forceinline__ bool copies() const { return !C::kIdleCopies || quarter == 3; }
+  __device__ __forceinline__ int copier() const { return C::kIdleCopies ? group() : 4 * group() + quarter; }
+  // The warp's pair of rows `pair` begins at this row of the tile.
+  __device__ __forceinline__ int copied_row(int pair) const { return 2 * (copier() + kCopiers * pair); }
+  // Lanes for each tile of a window: a row's each, and one of three pairs' to spare.
+  static constexpr int kCopied = kPart == Part::kAttend ? 0 : kPairs == 3 ? 8 : 2 * kPairs;
   // Windows begin at multiples of their length.
   static constexpr int kWindowTiles = kCopied == 0 ? 1 : 32 / kCopied;
   static constexpr int kWindow = kWindowTiles * C::kKeys;
+  // The key of this lane's row, or the item's end if it has none.
   __device__ __forceinline__ int window_key(int window) const {
-    return window + lane / kCopied * C::kKeys + copied_row() + lane % kCopied;
+    const int row = copied_row(lane % kCopied / 2) + lane % 2;
+    if (kLastPairMayLack && row >= C::kKeys) return key_end;
+    return window + lane / kCopied * C::kKeys + row;
   }
   __device__ __forceinline__ int64_t entry_index(int key) const {
     return item.page_base + args.pages.page_size.quotient(key);
@@ -147,18 +154,23 @@ struct Worker {
     const int stage = ring.stage + ahead - (wraps ? C::kStages : 0);
     enter_window(first_key);
     const uint32_t full = smem + C::kBarriersAt + 8 * stage, empty = full + 8 * C::kStages;
-    // Until both groups are done with what was there, a round earlier. Before the first round that is so at once.
+    const char* from[kPairs];  // ahead of the wait, where it costs nothing
+#pragma unroll
+    for (int p = 0; p < kPairs; ++p)
+      from[p] = row_at(static_cast<const char*>(args.kv) + 16 * (lane & 15),
+                       __shfl_sync(~0u, rows,
+                                   static_cast<unsigned>(first_key) / C::kKeys % kWindowTiles * kCopied +
+                                       2 * p + (lane >> 4)));
+    // Until the groups are done with what was there, a round earlier. Before the first round that is so at once.
     wait_barrier(empty, ring.round ^ !wraps);
 #pragma unroll
-    for (int r = 0; r < kCopied; r += 2) {
-      const uint32_t row = __shfl_sync(
-          ~0u, rows, static_cast<unsigned>(first_key) / C::kKeys % kWindowTiles * kCopied + r + (lane >> 4));
-      const bool ok = first_key + copied_row() + r + (lane >> 4) < key_end;
-      const char* from = row_at(static_cast<const char*>(args.kv) + 16 * (lane & 15), row);
-      const uint32_t to = copy_to() + stage * C::kStageBytes + r * C::kKeyStride;
+    for (int p = 0; p < kPairs; ++p) {
+      if (kLastPairMayLack && p + 1 == kPairs && copied_row(p) >= C::kKeys) break;
+      const bool ok = first_key + copied_row(p) + (lane >> 4) < key_end;
+      const uint32_t to = chunk_at(copied_row(p) + (lane >> 4), lane & 15) + stage * C::kStageBytes;
 #pragma unroll
-      for (int i = 0; i < kWholeCopies; ++i) copy16(to + 256 * i, from + 256 * i, ok);
-      if ((lane & 15) < rest_chunks()) copy16(to + 256 * kWholeCopies, from + 256 * kWholeCopies, ok);
+      for (int i = 0; i < kWholeCopies; ++i) copy16(to + 256 * i, from[p] + 256 * i, ok);
+      copy16_if((lane & 15) < rest_chunks(), to + 256 * kWholeCopies, from[p] + 256 * kWholeCopies, ok);
     }
     arrive_after_copies(full);
   }
@@ -181,15 +193,22 @@ struct Worker {
         : "r"(row), "r"(C::kElementBytes * static_cast<uint32_t>(args.kv_row_stride)), "l"(from));
     return reinterpret_cast<const char*>(at);
   }
-  // Where this lane copies to in stage 0.
-  __device__ __forceinline__ uint32_t copy_to() const {
-    return smem + (copied_row() + (lane >> 4)) * C::kKeyStride + 16 * (lane & 15);
+  // Where stage 0 has a chunk of a row, counted from a multiple of 128 bytes (e4m3: 64) in it.
+  __device__ __forceinline__ uint32_t chunk_at(int row, int chunk) const {
+    return smem + row * C::kKeyStride + 16 * (chunk ^ C::moved(row));
+  }
+  // From an even chunk that is at `from` to the one 2 * i later, of a row that begins with such a chunk.
+  __device__ __forceinline__ static uint32_t chunks_later(uint32_t from, int i) {
+    return (from ^ 32 * (i % C::kMovedPairs)) + 32 * (i - i % C::kMovedPairs);
   }
   __device__ __forceinline__ void wait_tile() const {
     wait_barrier(smem + C::kBarriersAt + 8 * ring.stage, ring.round);
   }
   __device__ __forceinline__ void release_tile() {
-    const uint32_t empty = smem + C::kBarriersAt + 8 * (C::kStages + ring.stage);
+    uint32_t empty = smem + C::kBarriersAt + 8 * (C::kStages + ring.stage);
+    // Plus 0, out of a sum that takes a while: the compiler would put this ahead of the last products, which then wait for the tile's last
+    // fragments to come. With three row tiles it may: copies want the place early.
+    if constexpr (kTiles == 4) empty += __float_as_uint(out[C::kColumnTiles - 3][3][0]) & args.d_rope >> 31;
     if constexpr (C::kOneCopies) {
       if constexpr (kTiles > 0) arrive(empty);
     } else {
@@ -204,7 +223,7 @@ struct Worker {
   // ---- load: queries, as the fragments that score() multiplies by ----
 
   __device__ __forceinline__ uint32_t shared_q(int fragment) const {
-    return own + 256 * (quarter * kSharedQ + fragment - kOwnQ) + 8 * lane;
+    return own + C::kQBytes / 4 * quarter + 256 * (fragment - kOwnQ) + 8 * lane;
   }
   __device__ __forceinline__ const T* q_row(const CudaWorkItem& of, int packed) const {
     const int node = args.heads.quotient(packed), head = packed - node * args.h_q;
@@ -247,27 +266,31 @@ struct Worker {
       }
     }
   }
-  // Fragments of two steps, by four lanes that transpose what they have: word i of lane l goes to word l of lane i.
+  // Fragments of two steps out of a piece, by way of the shared memory where the warp will keep its own. A row's four chunks of 16 bytes change
+  // places, so that 8 rows of one meet 32 banks.
   __device__ __forceinline__ void keep_q(const QueryLoads& loads) {
+    constexpr int kSlots = C::kQBytes / 4 / 512, kAll = kTiles * QueryLoads::kPieces;
+    const uint32_t place = own + C::kQBytes / 4 * quarter,
+                   to = place + 16 * ((lane & ~3) + (lane & 3 ^ lane >> 3 & 3)),
+                   from = place + 16 * (4 * (lane & 7) + (lane >> 3 ^ lane >> 1 & 3));
+    uint32_t kept[kAll > 0 ? kAll : 1][4];
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j)
+    for (int first = 0; first < kAll; first += kSlots) {
 #pragma unroll
-      for (int i = 0; i < QueryLoads::kPieces; ++i) {
-        uint32_t x[4] = {loads.x[j][i].x, loads.x[j][i].y, loads.x[j][i].z, loads.x[j][i].w};
-        permute(x);
+      for (int f = first; f < kAll && f < first + kSlots; ++f)
+        store_shared(to + (f - first) * 512, loads.x[f % kTiles][f / kTiles]);
+      __syncwarp();
 #pragma unroll
-        for (int r = 1; r < 4; ++r) x[r] = __shfl_xor_sync(~0u, x[r], r);
-        permute(x);
-        keep_q(j, 2 * i, x[0], x[1]);
-        if (2 * i + 1 < C::kSteps) keep_q(j, 2 * i + 1, x[2], x[3]);
-      }
-  }
-  // Word i becomes word i ^ (l % 4).
-  __device__ __forceinline__ void permute(uint32_t (&x)[4]) const {
-    const bool odd = lane & 1, high = lane & 2;
-    const uint32_t y[4] = {odd ? x[1] : x[0], odd ? x[0] : x[1], odd ? x[3] : x[2], odd ? x[2] : x[3]};
-    x[0] = high ? y[2] : y[0], x[1] = high ? y[3] : y[1], x[2] = high ? y[0] : y[2],
-    x[3] = high ? y[1] : y[3];
+      for (int f = first; f < kAll && f < first + kSlots; ++f)
+        load_matrices(kept[f], from + (f - first) * 512);
+      __syncwarp();
+    }
+#pragma unroll
+    for (int f = 0; f < kAll; ++f) {
+      const int j = f % kTiles, i = f / kTiles;
+      keep_q(j, 2 * i, kept[f][0], kept[f][1]);
+      if (2 * i + 1 < C::kSteps) keep_q(j, 2 * i + 1, kept[f][2], kept[f][3]);
+    }
   }
   // For FP8 caches: in fp16, each row times the power of two that brings its largest number below 2^15. A lane has columns 4 * (l % 4) to
   // 4 * (l % 4) + 3 of a piece of 16, as score() finds them in a cached row.
@@ -299,12 +322,12 @@ struct Worker {
         largest = fmaxf(largest, fmaxf(largest_of<T>(x[j][i].x), largest_of<T>(x[j][i].y)));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      if ((lane & 3) == 0) store_shared(weights_row(tile(j), lane >> 2) + 4 * quarter, largest);
+      if ((lane & 3) == 0) store_shared(largest_at(tile(j), lane >> 2) + 4 * quarter, largest);
     }
     sync_own();
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      const float4 l = load_shared<float4>(weights_row(tile(j), lane >> 2));
+      const float4 l = load_shared<float4>(largest_at(tile(j), lane >> 2));
       const int exponent =
           static_cast<int>(__float_as_uint(fmaxf(fmaxf(l.x, l.y), fmaxf(l.z, l.w))) >> 23) - 127;
       const int up = min(max(14 - exponent, -113), 100);
@@ -337,9 +360,9 @@ struct Worker {
   __device__ __forceinline__ uint32_t row_scale_at(int j, int pair) const {
     return own + kRowScalesAt + 4 * (8 * j + 2 * pair);
   }
-  // Of rows 4 to 7 the two halves have changed places, so that 8 rows meet 32 banks.
-  __device__ __forceinline__ uint32_t weights_row(int j, int row) const {
-    return own + kWeightsAt + (8 * j + row) * C::kWeightStride;
+  // Of a row, the largest query of each quarter: where weights will be.
+  __device__ __forceinline__ uint32_t largest_at(int j, int row) const {
+    return own + kWeightsAt + 16 * (8 * j + row);
   }
   // ---- score: S^T over this warp's quarter of the columns. Row tile j of a group belongs to quarter j, which keeps its own part; the
   // others' go to shared memory ----
@@ -356,13 +379,14 @@ struct Worker {
     __device__ __forceinline__ explicit KeyReader(const Worker& w) {
       const uint32_t row = w.keys + w.ring.stage * C::kStageBytes;
       latent = row + C::kElementBytes * C::kDv / 4 * w.quarter;
-      rope = row + C::kRopeAt + 16 * C::kRopeBytes * w.quarter;
+      rope = C::kIsPacked ? row + C::kRopeAt + 32 * w.quarter
+                          : (row ^ 16 * C::kRopeBytes * w.quarter) + C::kRopeAt;
       if (kAhead == 1) fetch(0);
     }
     // Of FP8 rows two pieces of latents at once, for steps 2 * i and the next.
     static constexpr int kFetches = C::kIsFp8 ? C::kLatentSteps / 2 + 1 : C::kSteps;
     __device__ __forceinline__ void fetch(int i) {
-      if (i < kFetches) load_matrices(x[i % (1 + kAhead)], i + 1 < kFetches ? latent + 32 * i : rope);
+      if (i < kFetches) load_matrices(x[i % (1 + kAhead)], i + 1 < kFetches ? chunks_later(latent, i) : rope);
     }
     __device__ __forceinline__ void read(uint32_t (&a)[4], int step) {
       const int i = C::kIsFp8 ? step / 2 : step;
@@ -455,7 +479,7 @@ struct Worker {
   // Online softmax (Milakov and Gimelshein, 2018), in three steps: m is about the largest score so far, the weights are 2^(s - m), and
   // shrink = 2^(m_old - m) is what the sums so far must be multiplied by.
   // Adds the others' parts to this warp's. In pairs, so that the sum is the same whoever makes it: a row's bits don't depend on its place.
-  __device__ __forceinline__ void gather_scores(Fragment& x, int j, int first_key) const {
+  __device__ __forceinline__ void gather_scores(Fragment& x, int j, int first_key, unsigned hidden) const {
     const float4 v1 = load_shared<float4>(part_at(j, 1)), v2 = load_shared<float4>(part_at(j, 2)),
                  v3 = load_shared<float4>(part_at(j, 3));
     float2 scale;
@@ -468,7 +492,7 @@ struct Worker {
     x[2] = ((x[2] + v1.z) + (v2.z + v3.z)) * scale.x;
     x[3] = ((x[3] + v1.w) + (v2.w + v3.w)) * scale.y;
     if (first_key <= last_unmasked) return;
-    const unsigned hidden = hidden_bits(j, first_key);
+    if constexpr (!C::kEarlyMask) hidden = hidden_bits(j, first_key);
 #pragma unroll
     for (int e = 0; e < 4; ++e)
       if (hidden >> e & 1) x[e] = -INFINITY;
@@ -510,37 +534,39 @@ struct Worker {
     }
     return raise;
   }
+  // Weights of a row tile lie as they are found, [16 keys][8 rows], and are transposed as they are read.
   __device__ __forceinline__ void store_weights(const Fragment& x, int j) {
-    const uint32_t at = weights_row(j, 2 * (lane & 3)) + 2 * (lane >> 2) + 16 * (lane >> 1 & 1);
+    float w[2][2];  // [key / 8][row]
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const float base = tops[e] == -INFINITY ? 0.0f : tops[e];  // nothing seen yet: never -inf + inf
-      const float w0 = exp2_fast(x[e] - base), w8 = exp2_fast(x[e + 2] - base);
-      sums[e] += w0 + w8;
+      w[0][e] = exp2_fast(x[e] - base), w[1][e] = exp2_fast(x[e + 2] - base);
+      sums[e] += w[0][e] + w[1][e];
+    }
+    const uint32_t at = own + kWeightsAt + C::kTileWeights * j + 4 * lane;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
       if constexpr (C::kIsPacked) {
         // Each quarter of the columns has its own scale. None for hidden keys: it may be NaN.
-        const float4 scale0 = load_shared<float4>(scales_at(ring.stage, lane >> 2)),
-                     scale8 = load_shared<float4>(scales_at(ring.stage, (lane >> 2) + 8));
-        store_pair(at + e * C::kWeightStride, scaled(w0, scale0.x), scaled(w8, scale8.x));
-        store_pair(at + e * C::kWeightStride + kWeightsBytes, scaled(w0, scale0.y), scaled(w8, scale8.y));
-        store_pair(at + e * C::kWeightStride + 2 * kWeightsBytes, scaled(w0, scale0.z), scaled(w8, scale8.z));
-        store_pair(at + e * C::kWeightStride + 3 * kWeightsBytes, scaled(w0, scale0.w), scaled(w8, scale8.w));
+        const float4 scales = load_shared<float4>(scales_at(ring.stage, (lane >> 2) + 8 * h));
+        store_pair(at + 128 * h, scaled(w[h][0], scales.x), scaled(w[h][1], scales.x));
+        store_pair(at + 128 * h + kWeightsBytes, scaled(w[h][0], scales.y), scaled(w[h][1], scales.y));
+        store_pair(at + 128 * h + 2 * kWeightsBytes, scaled(w[h][0], scales.z), scaled(w[h][1], scales.z));
+        store_pair(at + 128 * h + 3 * kWeightsBytes, scaled(w[h][0], scales.w), scaled(w[h][1], scales.w));
       } else {
-        store_pair(at + e * C::kWeightStride, w0, w8);
+        store_pair(at + 128 * h, w[h][0], w[h][1]);
       }
     }
   }
   __device__ __forceinline__ static float scaled(float weight, float scale) {
     return weight == 0 ? 0.0f : weight * scale;
   }
-  __device__ __forceinline__ static void store_pair(uint32_t at, float w0, float w8) {
-    store_shared(at, narrow<typename C::Value>(w0));
-    store_shared(at ^ 16, narrow<typename C::Value>(w8));
+  __device__ __forceinline__ static void store_pair(uint32_t at, float w0, float w1) {
+    store_shared(at, narrow_pair<typename C::Value>(w0, w1));
   }
   // Of this warp's row tile.
-  __device__ __forceinline__ bool softmax(Fragment& own, int first_key) {
-    if (kTiles < 4 && quarter >= kTiles) return false;
-    gather_scores(own, quarter, first_key);
+  __device__ __forceinline__ bool softmax(Fragment& own, int first_key, unsigned hidden) {
+    gather_scores(own, quarter, first_key, hidden);
     if constexpr (C::kSharedTops) load_tops(lane & 3);
     const bool raised = raise_tops(own, quarter, first_key);
     store_weights(own, quarter);
@@ -548,7 +574,7 @@ struct Worker {
   }
 
   // A hidden row may hold NaN or infinity, and a weight of 0 would not keep it out of a product: zeros instead. Whoever sees the row has
-  // NaN in its weights. Each warp clears what it copied.
+  // NaN in its weights.
   __device__ __forceinline__ void clear_nonfinite() const {
     const auto clear = [](uint32_t& x) {
       if constexpr (C::kIsFp8) {
@@ -557,9 +583,12 @@ struct Worker {
         clear_nonfinite_pair<T>(x);
       }
     };
-    const uint32_t at = copy_to() + ring.stage * C::kStageBytes;
+    constexpr int kWarps = kPart == Part::kCopy ? 4 : 8;  // a third group has no rows left to clear
+    if (C::kGroups > 2 && group() == 2) return;
+    const uint32_t at =
+        chunk_at(2 * (4 * group() + quarter) + (lane >> 4), lane & 15) + ring.stage * C::kStageBytes;
 #pragma unroll
-    for (int r = 0; r < kCopied; r += 2)
+    for (int r = 0; r < C::kKeys; r += 2 * kWarps)
 #pragma unroll 1
       for (uint32_t i = at + r * C::kKeyStride; i < at + r * C::kKeyStride + 256 * kWholeCopies; i += 256) {
         uint4 x = load_shared<uint4>(i);
@@ -591,17 +620,16 @@ struct Worker {
       // Lane l has key l % 8 + 8 * (l / 16), columns 8 * (l / 8 % 2) on; of FP8 rows key l % 16, columns 16 * (l / 16) on.
       const int key = C::kIsFp8 ? w.lane & 15 : (w.lane & 7) + (w.lane >> 4) * 8,
                 half = C::kIsFp8 ? w.lane >> 4 : w.lane >> 3 & 1;
-      at = w.smem + w.ring.stage * C::kStageBytes + key * C::kKeyStride + half * 16 +
-           C::kElementBytes * C::kDv / 4 * w.quarter;
-      if (kAhead == 1) fetch(0);
+      at = w.chunk_at(key, half) + w.ring.stage * C::kStageBytes + C::kElementBytes * C::kDv / 4 * w.quarter;
+      fetch(0);
     }
     static constexpr int kFetches = C::kIsFp8 ? C::kColumnTiles / 2 : C::kColumnTiles;
     __device__ __forceinline__ void fetch(int i) {
-      if (i < kFetches) load_matrices_transposed(x[i % (1 + kAhead)], at + 32 * i);
+      if (i < kFetches) load_matrices_transposed(x[i % (1 + kAhead)], chunks_later(at, i));
     }
     __device__ __forceinline__ void read(uint32_t (&a)[4], int c) {
       const int i = C::kIsFp8 ? c / 2 : c;
-      if (!C::kIsFp8 || c % 2 == 0) fetch(i + kAhead);
+      if ((!C::kIsFp8 || c % 2 == 0) && i + kAhead > 0) fetch(i + kAhead);
       const auto& y = x[i % (1 + kAhead)];
       if constexpr (!C::kIsFp8) {
 #pragma unroll
@@ -615,25 +643,23 @@ struct Worker {
       }
     }
   };
-  __device__ __forceinline__ void accumulate(int first_key, bool shrinks) {
+  __device__ __forceinline__ void accumulate(ValueReader& v, int first_key, bool shrinks) {
     uint32_t p[kTiles][2];
-    // Lane l has row l % 8 of row tile l / 16, keys 8 * (l / 8 % 2) on.
+    // Lane l has key l % 16 of row tile l / 16.
     const uint32_t weights = own + kWeightsAt + (C::kIsPacked ? quarter * kWeightsBytes : 0) +
-                             (8 * tile(lane >> 4) + (lane & 7)) * C::kWeightStride +
-                             ((lane >> 3 ^ lane >> 2) & 1) * 16;
+                             C::kTileWeights * tile(lane >> 4) + 16 * (lane & 15);
 #pragma unroll
     for (int j = 0; j + 1 < kTiles; j += 2) {
       uint32_t x[4];
       // From the first pair's row tiles to the second's: tile(j) ^ 2.
       const int pair = kOwnFirst && j == 2 && (quarter & 2) ? -2 : j;
-      load_matrices(x, weights + 8 * pair * C::kWeightStride);
+      load_matrices_transposed(x, weights + C::kTileWeights * pair);
       p[j][0] = x[0], p[j][1] = x[1], p[j + 1][0] = x[2], p[j + 1][1] = x[3];
     }
     if constexpr (kTiles % 2 == 1) {
       constexpr int j = kTiles - 1;  // only lanes 0-15 say where
-      load_matrices(p[j][0], p[j][1], weights + 8 * j * C::kWeightStride);
+      load_matrices_transposed(p[j][0], p[j][1], weights + C::kTileWeights * j);
     }
-    ValueReader v(*this);
     if (shrinks) shrink_out(first_key);
 #pragma unroll
     for (int c = 0; c < C::kColumnTiles; ++c) {
@@ -792,14 +818,16 @@ struct Worker {
       write_to(place_of_rows<__half>(args, item, C::kRows, C::kDv));
   }
 
-  // Rope columns that the cache lacks are zeros, which no copy touches: in this warp's rows.
+  // Rope columns that the cache lacks are zeros, which no copy touches. For the copying warps, whose arrival the readers wait for.
   __device__ __forceinline__ void clear_rope() const {
     if (args.d_rope == MmaTile::kRope) return;
     constexpr int kChunks = MmaTile::kRope * C::kRopeBytes / 16;
-    for (int i = lane; i < C::kStages * kCopied * kChunks; i += 32)
-      store_shared(smem + i / (kCopied * kChunks) * C::kStageBytes +
-                       (copied_row() + i / kChunks % kCopied) * C::kKeyStride + C::kRopeAt + i % kChunks * 16,
-                   uint4{0, 0, 0, 0});
+    for (int i = 32 * copier() + lane; i < C::kStages * C::kKeys * kChunks; i += 32 * kCopiers) {
+      const int row = i / kChunks, chunk = i % kChunks;
+      if (chunk >= args.d_rope * C::kRopeBytes / 16)
+        store_shared(chunk_at(row % C::kKeys, chunk) + row / C::kKeys * C::kStageBytes + C::kRopeAt,
+                     uint4{0, 0, 0, 0});
+    }
   }
 
   // ---- a work item ----
@@ -860,43 +888,47 @@ struct Worker {
 
   __device__ __forceinline__ void attend(SharedWork<C::kThreads>& work) {
     begin(work);
-    if (group() == 0)
-      attend_keys<1, true>();
-    else if (C::kGroups == 2 || group() == 1)
-      attend_keys<2, true>();
+    if (C::kGroups == 3)
+      attend_keys(1 + group());
+    else if (group() == 0)
+      attend_keys(1);
     else
-      attend_keys<3, false>();
+      attend_keys(2);
     if constexpr (kTiles > 0) {
       if (group() == 0) prefetch_queries(work.after());
       write();
     }
   }
-  // The groups have the ring of keys in common and nothing else: while one waits for its softmax the others keep the tensor cores busy. The
-  // loop is there for each of them, with its barrier a constant: in a register, or chosen each time, it takes 4% longer.
-  template <int kBarrier, bool kCopies>
-  __device__ __forceinline__ void attend_keys() {
+  // The groups have the ring of keys in common and nothing else: while one waits for its softmax the others keep the tensor cores busy. Two
+  // groups have the loop each, with its barrier a constant, without which it takes 8% longer; three share it, for three of it are more
+  // than the instruction caches hold and take 4% longer.
+  __device__ __forceinline__ void attend_keys(int barrier) {
 #pragma unroll 1
     for (int key = item.key_begin; key < key_end; key += C::kKeys) {
       wait_tile();
       Fragment own = {};
       bool is_suspect = false;
       if constexpr (kTiles > 0) is_suspect = score(own);
-      if constexpr (kCopied > 0 && kCopies && !C::kCopiesLate)
-        copy(key + (C::kStages - 1) * C::kKeys, C::kStages - 1);
+      if constexpr (kCopied > 0 && !C::kIdleCopies) copy(key + (C::kStages - 1) * C::kKeys, C::kStages - 1);
+      unsigned hidden = 0;
       if (key > last_unmasked) {
+        if (C::kEarlyMask && (kTiles == 4 || quarter < kTiles)) hidden = hidden_bits(quarter, key);
         if (__syncthreads_or(is_suspect)) {  // everyone has scored
-          if constexpr (kCopied > 0 && kCopies) clear_nonfinite();
+          if constexpr (kCopied > 0) clear_nonfinite();
           __syncthreads();
         }
       } else if constexpr (kTiles > 0) {
-        sync_group<kBarrier>();  // the parts are there
+        sync_group(barrier);  // the parts are there
       }
       if constexpr (kTiles > 0) {
-        const bool raised = softmax(own, key);
-        if constexpr (kCopied > 0 && kCopies && C::kCopiesLate)
+        bool raised = false;
+        if (kTiles == 4 || quarter < kTiles)
+          raised = softmax(own, key, hidden);
+        else if constexpr (C::kIdleCopies)
           copy(key + (C::kStages - 1) * C::kKeys, C::kStages - 1);
-        const bool shrinks = sync_group_or<kBarrier>(raised);
-        accumulate(key, shrinks);
+        ValueReader v(*this);  // its first fragments come while others are at the softmax
+        const bool shrinks = sync_group_or(barrier, raised);
+        accumulate(v, key, shrinks);
       }
       release_tile();
     }

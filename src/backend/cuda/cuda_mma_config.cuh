@@ -30,22 +30,26 @@ struct Config {
   // One row tile: a group attends, the other copies, and they meet at the ring's barriers alone. There each reader says for itself that it is
   // done with a tile: compute-sanitizer's racecheck doesn't see that the lane which arrives for its warp comes after the others' reads.
   static constexpr bool kOneCopies = kTile.row_tiles == 1;
-  // Rows of each tile of keys that a copying warp copies: of one group, or of the first two.
-  static constexpr int kCopiedRows = kOneCopies ? 4 : 2, kCopyingThreads = kOneCopies ? 128 : 256;
-  // After the softmax, which one warp of each of three groups has no part in, rather than before: as measured, a fifth faster for packed rows
-  // and 1 to 2% slower for others.
-  static constexpr bool kCopiesLate = kIsPacked && kGroups > 2;
+  // Three groups have three row tiles each, so that a warp of each has none of its own, and copies.
+  static constexpr bool kIdleCopies = kGroups == 3;
+  static constexpr int kCopyingThreads = kIdleCopies ? 96 : kOneCopies ? 128 : 256;
   // Pieces of 16 columns that a warp accumulates; that it scores, first of the latent part.
   static constexpr int kColumnTiles = kDv / 64;
   static constexpr int kLatentSteps = kDv / 64, kSteps = kTile.steps();
-  static constexpr int kSharedQ = kTile.shared_q;
+  // The mask is looked up ahead of the barrier that the scores need, if there are registers to keep it in.
+  static constexpr bool kEarlyMask = kGroups == 2;
+  static constexpr int kSharedQ = kTile.shared_q, kQBytes = kTile.q_bytes();
   static constexpr bool kSharedTops = kTile.shared_tops();
 
   // Shared memory, in bytes.
   static constexpr int kKeyStride = kTile.key_stride(), kStageBytes = kTile.stage_bytes();
+  // A chunk of 16 bytes goes to another place among the 8 (e4m3: 4) around it, by its row's number: 8 rows of a chunk then meet 32 banks, and
+  // what comes from the pool as 128 bytes is written as such. Packed rows are an odd number of chunks and stay as they are.
+  static constexpr int kMovedPairs = kIsPacked ? 1 : kIsFp8 ? 2 : 4;
+  __device__ static constexpr int moved(int row) { return kIsPacked ? 0 : kIsFp8 ? row >> 1 & 3 : row & 7; }
   static constexpr int kElementBytes = kIsFp8 ? 1 : 2;                                      // of a latent
   static constexpr int kRopeAt = kTile.rope_at(), kRopeBytes = kTile.rope_element_bytes();  // within a row
-  static constexpr int kWeightStride = MmaTile::kWeightStride, kWeightCopies = kTile.weight_copies();
+  static constexpr int kTileWeights = MmaTile::kTileWeights, kWeightCopies = kTile.weight_copies();
   static constexpr int kGroupsAt = kStages * kStageBytes, kGroupBytes = kTile.group_bytes();
   static constexpr int kBarriersAt = kGroupsAt + kTile.attending_groups() * kGroupBytes;  // full, then empty
   static constexpr int kSmemBytes = kBarriersAt + 16 * kStages;

@@ -198,12 +198,12 @@ struct Attender {
   __device__ __forceinline__ float scale() const { return args.score_scale * 1.44269504088896340736f; }
   __device__ __forceinline__ void sync() const {
     if (half == 0)
-      sync_group<1>();
+      sync_group(1);
     else
-      sync_group<2>();
+      sync_group(2);
   }
   __device__ __forceinline__ bool sync_or(bool x) const {
-    return half == 0 ? sync_group_or<1>(x) : sync_group_or<2>(x);
+    return half == 0 ? sync_group_or(1, x) : sync_group_or(2, x);
   }
   // Of rows g and g + 8, the first.
   __device__ __forceinline__ int own_row() const { return 16 * (thread / 32) + (thread >> 2 & 7); }

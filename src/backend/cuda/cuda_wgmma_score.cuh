@@ -79,7 +79,7 @@ struct Scorer {
 
   __device__ __forceinline__ float scale() const { return args.score_scale * 1.44269504088896340736f; }
   static constexpr int kBarrier = 1;
-  __device__ __forceinline__ static void sync() { sync_group<kBarrier>(); }
+  __device__ __forceinline__ static void sync() { sync_group(kBarrier); }
 
   __device__ __forceinline__ void wait_queries() {
     wait_barrier(map.q_full(), rounds & 1);
@@ -153,7 +153,7 @@ struct Scorer {
     const bool any = any_nonfinite(x);
     wait_weights_used();
     if (thread < C::kRows) store_shared(map.weights() + 8 * thread, mask.seen(args, item, tile_key));
-    const bool of_any = sync_group_or<kBarrier>(any);
+    const bool of_any = sync_group_or(kBarrier, any);
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
       const uint64_t seen = load_shared<uint64_t>(map.weights() + 8 * (i / 2 * 8 + 2 * (lane & 3) + i % 2)) >>
@@ -354,7 +354,7 @@ struct Scorer {
         if constexpr (!C::kIsPacked)  // else by whoever scales them
           if (clears) clear_nonfinite<C>(map.panel(ring.stage, 0), item, key);
       }
-      const bool raises = sync_group_or<kBarrier>(exceeds(x));
+      const bool raises = sync_group_or(kBarrier, exceeds(x));
       if (raises) raise_tops(x);
       store_weights(x);
       if (thread_of_group() == 0) store_shared(map.raised(), static_cast<int>(raises));

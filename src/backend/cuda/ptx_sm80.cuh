@@ -15,6 +15,14 @@ __device__ __forceinline__ void copy16(uint32_t to, const void* from, bool ok) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(ok ? 16 : 0)
                : "memory");
 }
+// The same if `wanted`, without a branch.
+__device__ __forceinline__ void copy16_if(bool wanted, uint32_t to, const void* from, bool ok) {
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %3, 0;\n\t@p cp.async.cg.shared.global [%0], [%1], 16, "
+      "%2;\n\t}" ::"r"(to),
+      "l"(from), "r"(ok ? 16 : 0), "r"(static_cast<int>(wanted))
+      : "memory");
+}
 __device__ __forceinline__ void copy8(uint32_t to, const void* from, bool ok) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(ok ? 8 : 0)
                : "memory");
@@ -67,19 +75,17 @@ __device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) 
 
 // ---- barriers of a warpgroup: four warps, by number ----
 
-template <int kBarrier>
-__device__ __forceinline__ void sync_group() {
-  asm volatile("bar.sync %0, 128;" ::"n"(kBarrier) : "memory");
+__device__ __forceinline__ void sync_group(int barrier) {
+  asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
 }
 // The same; is x true in any of its threads?
-template <int kBarrier>
-__device__ __forceinline__ bool sync_group_or(bool x) {
+__device__ __forceinline__ bool sync_group_or(int barrier, bool x) {
   int any;
   asm volatile(
       "{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %1, 0;\n\tbar.red.or.pred p, %2, 128, p;\n\tselp.s32 %0, 1, 0, "
       "p;\n\t}"
       : "=r"(any)
-      : "r"(static_cast<int>(x)), "n"(kBarrier)
+      : "r"(static_cast<int>(x)), "r"(barrier)
       : "memory");
   return any != 0;
 }
@@ -136,8 +142,8 @@ __device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t row) {
                : "r"(row)
                : "memory");
 }
-__device__ __forceinline__ void load_matrices(uint32_t& x0, uint32_t& x1, uint32_t row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+__device__ __forceinline__ void load_matrices_transposed(uint32_t& x0, uint32_t& x1, uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                : "=r"(x0), "=r"(x1)
                : "r"(row)
                : "memory");
