@@ -388,7 +388,7 @@ bool bf16_dot_available() {
   return available;
 }
 
-// AMD's cores (Zen 4 on) start as many vdpbf16ps a cycle as FMAs, so that it does twice the work. Intel's split it
+// AMD's cores (Zen 4 on) start as many vdpbf16ps a cycle as FMAs, so that it does twice the work, as measured. Intel's split it
 // into many steps: on a Xeon of family 6 model 207 it does half of the work of FMA (88 against 178 GFLOP/s a core),
 // and float32 is the faster way.
 bool bf16_dot_preferred() {
