@@ -84,15 +84,19 @@ VerifyProblem only(VerifyProblem p, int r, const int32_t* q_indptr) {
 
 TEST_P(Bf16Products, IsForBf16QueriesAndCachesOfWholeVectors) {
   const MlaShape mla{8, 512, 64};
-  EXPECT_EQ(simd_products(mla, DType::kBF16, DType::kBF16),
+  EXPECT_EQ(simd_products(mla, DType::kBF16, DType::kBF16, DType::kBF16),
             GetParam() == kAmxTarget ? SimdProducts::kAmx : SimdProducts::kDot);
   EXPECT_EQ(simd_target(mla, DType::kBF16, DType::kBF16), GetParam());
-  EXPECT_EQ(simd_products(mla, DType::kBF16, DType::kF8E4M3), SimdProducts::kFma);
-  EXPECT_EQ(simd_products(mla, DType::kBF16, DType::kQ8), SimdProducts::kFma);
-  EXPECT_EQ(simd_products(mla, DType::kF32, DType::kBF16), SimdProducts::kFma);
-  EXPECT_EQ(simd_products({8, 512, 8}, DType::kBF16, DType::kBF16), SimdProducts::kFma);
+  EXPECT_EQ(simd_products(mla, DType::kBF16, DType::kF8E4M3, DType::kBF16), SimdProducts::kFma);
+  EXPECT_EQ(simd_products(mla, DType::kBF16, DType::kQ8, DType::kBF16), SimdProducts::kFma);
+  EXPECT_EQ(simd_products(mla, DType::kF32, DType::kBF16, DType::kBF16), SimdProducts::kFma);
+  EXPECT_EQ(simd_products({8, 512, 8}, DType::kBF16, DType::kBF16, DType::kBF16), SimdProducts::kFma);
+  // Whatever this CPU prefers, a finer output gets float32's products.
+  ASSERT_TRUE(simd_force_target(""));
+  EXPECT_EQ(simd_products(mla, DType::kBF16, DType::kBF16, DType::kF32), SimdProducts::kFma);
+  EXPECT_EQ(simd_products(mla, DType::kBF16, DType::kBF16, DType::kF16), SimdProducts::kFma);
   ASSERT_TRUE(simd_force_target("AVX3"));
-  EXPECT_EQ(simd_products(mla, DType::kBF16, DType::kBF16), SimdProducts::kFma);
+  EXPECT_EQ(simd_products(mla, DType::kBF16, DType::kBF16, DType::kBF16), SimdProducts::kFma);
 }
 
 // Every number of rows and keys around the sizes of blocks.

@@ -340,9 +340,9 @@ Precision precision_of(DType dtype) {
   return dtype == DType::kF32 ? Precision::kF32 : dtype == DType::kF16 ? Precision::kF16 : Precision::kBF16;
 }
 
-Precision host_arithmetic(const std::string& backend, const VerifyProblem& p) {
+Precision host_arithmetic(const std::string& backend, const VerifyProblem& p, DType out_dtype) {
   const bool bf16 =
-      backend == "cpu_simd" && simd_products(p.shape, p.q.dtype, p.kv.dtype) != SimdProducts::kFma;
+      backend == "cpu_simd" && simd_products(p.shape, p.q.dtype, p.kv.dtype, out_dtype) != SimdProducts::kFma;
   return bf16 ? Precision::kBF16 : Precision::kF32;
 }
 

@@ -54,7 +54,7 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b);
 // The bounds for arithmetic in a dtype.
 Precision precision_of(DType dtype);
 // The arithmetic of a host backend on such a problem, here and now.
-Precision host_arithmetic(const std::string& backend, const VerifyProblem& problem);
+Precision host_arithmetic(const std::string& backend, const VerifyProblem& problem, DType out_dtype);
 
 // A generated case in the form asked for, with expected values, poison in everything unreachable and an
 // output of NaN.

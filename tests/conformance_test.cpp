@@ -27,7 +27,8 @@ TEST_P(Conformance, MatchesTheOracleTwice) {
   RunOptions options = param.options;
   options.backend = backend;
   verify(instance.problem(), instance.output(), options);
-  const Comparison c = instance.judge(host_arithmetic(backend, instance.problem()));
+  const Comparison c =
+      instance.judge(host_arithmetic(backend, instance.problem(), instance.output().out_dtype));
   EXPECT_TRUE(c.ok) << c.failure;
 
   const std::vector<unsigned char> first = instance.raw_out();
@@ -66,7 +67,8 @@ TEST(RecordedCases, EveryHostBackendPasses) {
       for (DType out : {DType::kF32, DType::kBF16}) {
         Instance instance(c, {.out_dtype = out});
         verify(instance.problem(), instance.output(), {.backend = backend});
-        const Comparison result = instance.judge(host_arithmetic(backend, instance.problem()));
+        const Comparison result =
+            instance.judge(host_arithmetic(backend, instance.problem(), instance.output().out_dtype));
         EXPECT_TRUE(result.ok) << entry.path() << " " << backend << ": " << result.failure;
       }
     }

@@ -39,7 +39,8 @@ TEST_P(SimdTarget, MatchesTheOracle) {
     RunOptions options = param.options;
     options.backend = "cpu_simd";
     verify(instance.problem(), instance.output(), options);
-    const Comparison c = instance.judge(host_arithmetic("cpu_simd", instance.problem()));
+    const Comparison c =
+        instance.judge(host_arithmetic("cpu_simd", instance.problem(), instance.output().out_dtype));
     EXPECT_TRUE(c.ok) << param << ": " << c.failure;
   }
 }

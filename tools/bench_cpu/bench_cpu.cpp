@@ -113,7 +113,7 @@ void tile_stage(State& state, SimdStage stage, const Cache& cache, const std::st
   const VerifyProblem& p = input.problem();
   std::vector<int64_t> pool_rows(pool.page_order.begin(), pool.page_order.end());
   const std::vector<uint32_t> bits = {1};
-  const SimdScratch layout(p.shape, rows, simd_products(p.shape, p.q.dtype, cache.dtype));
+  const SimdScratch layout(p.shape, rows, simd_products(p.shape, p.q.dtype, cache.dtype, DType::kBF16));
   const Aligned<float> scratch = aligned<float>(layout.floats);
 
   SimdItem item;

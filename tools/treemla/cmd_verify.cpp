@@ -99,12 +99,6 @@ class Widened {
   std::unique_ptr<float[]> q_, kv_;
 };
 
-// The bounds that a run is judged by. bf16 queries have weights in bf16 wherever that is what multiplies fastest, and an fp16 output doesn't
-// make them finer.
-Precision judged(Precision precision, DType q_dtype) {
-  return precision == Precision::kF16 && q_dtype == DType::kBF16 ? Precision::kBF16 : precision;
-}
-
 // `problem` lives on the host and is copied to wherever the backend works.
 Check run_check(const Case& c, const VerifyProblem& problem, const std::string& name, Precision precision,
                 int threads) {
@@ -126,7 +120,7 @@ Check run_check(const Case& c, const VerifyProblem& problem, const std::string& 
     verifier.check_device();
     output.fetch();
     check.comparison = compare(c.shape, c.total_q(), result.out().data(), c.expected_out(),
-                               result.lse().data(), c.expected_lse(), judged(precision, problem.q.dtype));
+                               result.lse().data(), c.expected_lse(), precision);
     check.ok = check.comparison.ok;
     check.failure = check.comparison.failure;
   } catch (const Error& e) {
@@ -419,9 +413,10 @@ Run add_verify(CLI::App& app) {
       "fp32 widens q and the cache to float32 (exact; e4m3_packed is rounded once), writes float32 and "
       "judges "
       "by the\n"
-      "float32 bounds; bf16 and fp16 run the tensors as stored, write that dtype and judge by its bounds, "
-      "where q\n"
-      "is bf16 by bf16's; auto does fp32 and the case's own.\n"
+      "float32 bounds; bf16 and fp16 run the tensors as stored, write that dtype and judge by its bounds; "
+      "auto "
+      "does\n"
+      "fp32 and the case's own.\n"
       "Columns: relative Frobenius error, worst absolute errors of out and lse, the worst element of out as "
       "a share\n"
       "of its bound, time of one run.\n\n" +

@@ -3,7 +3,7 @@
 //
 // Inputs fp32, bf16, fp16, e4m3, q8_0, widened exactly, and e4m3_packed, whose latents are rounded once to float32;
 // every product and sum in float32; outputs rounded once. Where AMX or bf16 dot products are the faster instructions, bf16
-// queries and caches go through them: exact products, sums in float32, attention weights rounded to bf16.
+// queries and caches with a bf16 output go through them: exact products, sums in float32, attention weights rounded to bf16.
 
 #include <algorithm>
 #include <cstring>
@@ -31,7 +31,7 @@ SplitParams split_params(const VerifyProblem& p, const HostPlan& host, const Run
   s.h_q = p.shape.h_q;
   s.num_workers = num_threads_of(options.num_threads);
   const int max_q = host.q_len.empty() ? 0 : *std::max_element(host.q_len.begin(), host.q_len.end());
-  const bool amx = simd_products(p.shape, p.q.dtype, p.kv.dtype) == SimdProducts::kAmx;
+  const bool amx = simd_products(p.shape, p.q.dtype, p.kv.dtype, DType::kBF16) == SimdProducts::kAmx;
   s.tile = amx ? cpu_simd_amx_tile(max_q * s.h_q) : cpu_simd_tile(max_q * s.h_q);
   // About 0.1 ms. A helper that is asleep takes half of that to come; if it comes too late, the caller has done its share.
   s.min_payload = (amx ? 11 : 2) * tile_cost(s.tile, kSimdRows);
@@ -45,7 +45,10 @@ struct SimdPlan : BackendPlan {
   SimdPlan(const VerifyProblem& p, const RunOptions& options)
       : host(p),
         split(make_split_plan(split_params(p, host, options), host.q_len, host.kv_len)),
-        layout(p.shape, split.params.tile.rows_per_tile, simd_products(p.shape, p.q.dtype, p.kv.dtype)),
+        of_bf16(p.shape, split.params.tile.rows_per_tile,
+                simd_products(p.shape, p.q.dtype, p.kv.dtype, DType::kBF16)),
+        of_finer(p.shape, split.params.tile.rows_per_tile,
+                 simd_products(p.shape, p.q.dtype, p.kv.dtype, DType::kF32)),
         d_v(p.shape.d_v),
         vectors(simd_target(p.shape, p.q.dtype, p.kv.dtype)) {}
 
@@ -72,7 +75,8 @@ struct SimdPlan : BackendPlan {
   static constexpr std::size_t kPage = 4096 / sizeof(float);
   std::size_t scratch_offset() const { return round_up<std::size_t>(lse_offset() + slot_rows(), kPage); }
   std::size_t scratch_of(int worker) const {
-    return scratch_offset() + round_up<std::size_t>(layout.floats, kPage) * worker;
+    return scratch_offset() +
+           round_up<std::size_t>(std::max(of_bf16.floats, of_finer.floats), kPage) * worker;
   }
   std::size_t workspace_bytes() const override {
     return sizeof(float) * scratch_of(split.params.num_workers);
@@ -83,7 +87,7 @@ struct SimdPlan : BackendPlan {
 
   HostPlan host;
   SplitPlan split;
-  SimdScratch layout;
+  SimdScratch of_bf16, of_finer;  // by the output's dtype, which the plan doesn't know
   int d_v;
   std::string vectors;
 };
@@ -109,11 +113,12 @@ class CpuSimd : public Backend {
     float* parts = static_cast<float*>(workspace);
     float* part_lse = parts + plan.lse_offset();
     const int num_threads = plan.split.params.num_workers;
+    const SimdScratch& layout = o.out_dtype == DType::kBF16 ? plan.of_bf16 : plan.of_finer;
 
     write_inert(plan, p, o);
     run_shares(plan.num_busy(), num_threads, [&](int worker) {
       for (int i = plan.split.worker_indptr[worker]; i < plan.split.worker_indptr[worker + 1]; ++i)
-        simd_attend(make_item(plan, plan.split.items[i], p, o, parts, part_lse), plan.layout,
+        simd_attend(make_item(plan, plan.split.items[i], p, o, parts, part_lse), layout,
                     parts + plan.scratch_of(worker));
     });
     if (plan.split.combines.empty()) return;

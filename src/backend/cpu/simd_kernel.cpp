@@ -173,14 +173,15 @@ void simd_combine(const float* parts, const float* part_lse, const int* slots, i
   (parts, part_lse, slots, count, rows_per_slot, rows, d_v, out, out_dtype, lse, scratch);
 }
 
-SimdProducts simd_products(const MlaShape& shape, DType q_dtype, DType kv_dtype) {
+SimdProducts simd_products(const MlaShape& shape, DType q_dtype, DType kv_dtype, DType out_dtype) {
   const bool fits =
       q_dtype == DType::kBF16 && kv_dtype == DType::kBF16 && shape.d_qk() % 32 == 0 && shape.d_v % 32 == 0;
-  return fits ? bf16_products() : SimdProducts::kFma;
+  const bool coarse = out_dtype == DType::kBF16 || g_forced_products.load().has_value();
+  return fits && coarse ? bf16_products() : SimdProducts::kFma;
 }
 
 std::string simd_target(const MlaShape& shape, DType q_dtype, DType kv_dtype) {
-  const SimdProducts products = simd_products(shape, q_dtype, kv_dtype);
+  const SimdProducts products = simd_products(shape, q_dtype, kv_dtype, DType::kBF16);
   if (products != SimdProducts::kFma) return products == SimdProducts::kAmx ? kAmxTarget : kBf16DotTarget;
   for (const std::string& name : simd_targets())
     if (name != kBf16DotTarget && name != kAmxTarget) return name;

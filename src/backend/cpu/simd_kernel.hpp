@@ -14,7 +14,7 @@ inline constexpr int kSimdKeys = 64;   // keys a tile
 inline constexpr int kSimdRows = 64;   // rows a group; a row tile is a few groups
 inline constexpr int kSimdPanel = 32;  // columns of float32's accumulator that lie together
 
-// What multiplies: float32 FMA, or bf16 where queries and cache are bf16, by dot products (bf16_dot.hpp) or AMX (amx.hpp).
+// What multiplies: float32 FMA, or bf16 where queries, cache and output are bf16, by dot products (bf16_dot.hpp) or AMX (amx.hpp).
 enum class SimdProducts { kFma, kDot, kAmx };
 
 // Scratch of one worker, in floats. Everything is written before it is read.
@@ -75,14 +75,14 @@ void simd_combine(const float* parts, const float* part_lse, const int* slots, i
                   int rows, int d_v, void* out, DType out_dtype, float* lse, float* scratch);
 
 // Instruction sets compiled in and usable here, best first; the first is the one in use. AVX3_BF16 and AMX_BF16 are AVX3 with
-// bf16 dot products or AMX where q and the cache are bf16.
+// bf16 dot products or AMX where q, the cache and the output are bf16.
 std::vector<std::string> simd_targets();
 // Uses that instruction set from now on, in the whole process; "" goes back to the best. For tests and measurements.
 // False if there is none of that name here.
 bool simd_force_target(const std::string& name);
-// The products of such a call.
-SimdProducts simd_products(const MlaShape& shape, DType q_dtype, DType kv_dtype);
-// The instruction set of such a call.
+// The products of such a call. Weights in bf16 are not what a finer output asks for: it gets float32's, unless the target is forced.
+SimdProducts simd_products(const MlaShape& shape, DType q_dtype, DType kv_dtype, DType out_dtype);
+// The instruction set of such a call with a bf16 output.
 std::string simd_target(const MlaShape& shape, DType q_dtype, DType kv_dtype);
 
 }  // namespace treemla
