@@ -203,6 +203,7 @@ struct Worker {
   __device__ __forceinline__ uint32_t largest_at(int j, int row) const {
     return own + kWeightsAt + 16 * (8 * j + row);
   }
+
   // ---- score, cuda_mma_score.cuh: S^T over this warp's quarter of the columns. Row tile j of a group belongs to quarter j, which keeps its
   // own part; the others' go to shared memory ----
 
